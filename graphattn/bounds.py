@@ -1,0 +1,153 @@
+"""Upper bounds and context-parallel arithmetic: plain integers, no tensors.
+
+Everything the runtime allocates is sized from a `Bounds`, so a captured step never
+outgrows its buffers. The arithmetic distributes token positions over the ranks of a
+Decode Context Parallel (DCP) group in blocks of `interleave` tokens, round robin.
+One rank is the case `dcp_size=1` of the same formulas.
+
+    p  global position of a token        W  dcp_size
+    c  local position on its owner       r  dcp_rank
+    L  number of tokens of a sequence    I  interleave
+
+A query at global position p sees exactly the local positions `c < local_length(p + 1)`
+of each rank, whatever the interleave: visibility under a causal mask is a prefix.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from graphattn.errors import ConfigError, wrong
+
+
+def owner(p: int, W: int, I: int) -> int:  # noqa: E741
+    """Rank that holds the KV entry of global position `p`."""
+    return p // I % W
+
+
+def local_position(p: int, W: int, I: int) -> int:  # noqa: E741
+    """Index of global position `p` among the entries of its owner."""
+    return p // (W * I) * I + p % I
+
+
+def global_position(c: int, r: int, W: int, I: int) -> int:  # noqa: E741
+    """Global position of entry `c` of rank `r`; inverse of `owner` and `local_position`."""
+    return c // I * W * I + r * I + c % I
+
+
+def local_length(L: int, r: int, W: int, I: int) -> int:  # noqa: E741
+    """Number of the first `L` tokens that rank `r` holds. Never larger on a higher rank."""
+    return L // (W * I) * I + min(max(L % (W * I) - r * I, 0), I)
+
+
+def max_local_length(L: int, W: int, I: int) -> int:  # noqa: E741
+    """Longest shard of any sequence of at most `L` tokens: rank 0's, since it fills first."""
+    return local_length(L, 0, W, I)
+
+
+def prefix_unit(page_size: int, W: int, I: int) -> int:  # noqa: E741
+    """Tokens in the smallest prefix that fills whole pages on every rank.
+
+    Prefixes are shared between requests in multiples of it; anything smaller shares a page
+    that some rank still writes.
+    """
+    return page_size if W == 1 else W * math.lcm(page_size, I)
+
+
+def ceil_div(a: int, b: int) -> int:
+    """Smallest integer >= a / b, for non-negative `a`."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Upper bounds of an engine, fixed at capture. Every buffer is sized from them.
+
+    Raises `ConfigError` on construction when a bound is not a positive integer or two
+    contradict each other.
+    """
+
+    max_batch: int  # slots, and row places of a step
+    max_seq_len: int  # tokens of one request: prompt plus output
+    max_tokens: int  # token places of the largest step
+    page_size: int  # local KV positions of one page
+    num_pages: int  # pages of the pool, on each rank
+    vocab_size: int
+    max_drafts: int = 0  # k: draft tokens per decode row
+    max_stop_tokens: int = 8  # stop token ids per request
+    dcp_size: int = 1
+    dcp_rank: int = 0
+    interleave: int = 1
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_batch",
+            "max_seq_len",
+            "max_tokens",
+            "page_size",
+            "num_pages",
+            "vocab_size",
+            "max_stop_tokens",
+            "dcp_size",
+            "interleave",
+        ):
+            _check_int(name, getattr(self, name), at_least=1)
+        _check_int("max_drafts", self.max_drafts, at_least=0)
+        _check_int("dcp_rank", self.dcp_rank, at_least=0)
+        if self.dcp_rank >= self.dcp_size:
+            raise wrong("dcp_rank", f"0..{self.dcp_size - 1}", self.dcp_rank, "Ranks count from 0.")
+        if self.max_tokens < self.decode_tokens:
+            raise wrong(
+                "max_tokens",
+                f"at least max_batch * (1 + drafts) = {self.decode_tokens}",
+                self.max_tokens,
+                "Every slot must be able to decode in one step: raise max_tokens "
+                "or lower max_batch.",
+            )
+        if self.num_pages < self.pages_per_seq_min:
+            raise ConfigError(
+                f"num_pages: wanted at least {self.pages_per_seq_min} "
+                f"(one page), got {self.num_pages}. Raise num_pages or memory_budget."
+            )
+
+    @property
+    def decode_query_len(self) -> int:
+        """Token places of a decode row: one committed token and its drafts."""
+        return 1 + self.max_drafts
+
+    @property
+    def decode_tokens(self) -> int:
+        """Token places when every slot decodes."""
+        return self.max_batch * self.decode_query_len
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Page-table width: pages of the longest request on the rank with the longest shard."""
+        return self.pages_for(self.max_seq_len)
+
+    @property
+    def pages_per_seq_min(self) -> int:
+        """Fewest pages with which any request at all can run."""
+        return 1
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that a sequence of `num_tokens` takes on rank 0; the ids serve all ranks."""
+        return ceil_div(
+            max_local_length(num_tokens, self.dcp_size, self.interleave), self.page_size
+        )
+
+    def logits_places(self, tokens: int) -> int:
+        """Places that need logits in a step of `tokens` token places."""
+        return min(tokens, self.decode_tokens)
+
+    @property
+    def max_page_updates(self) -> int:
+        """Page-table entries that one step can set; see `pages.PageAllocator`."""
+        growth = self.max_batch * (1 + self.pages_for(2 * self.decode_query_len))
+        return growth + self.pages_for(self.max_tokens) + self.max_batch
+
+
+def _check_int(name: str, value: object, *, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise wrong(name, f"an integer >= {at_least}", value, f"Pass {name}={max(at_least, 1)} or more.")

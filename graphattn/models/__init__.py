@@ -1,0 +1,1 @@
+"""Adapters: what turns a model into something the step program can run."""

@@ -1,0 +1,202 @@
+"""The operations of a step, each one torch op in the namespace `graphattn`.
+
+Every op writes into buffers of the caller and returns nothing, so its mutation schema is
+true, a recorder or an auditor sees one node, and nothing is allocated in a captured step.
+`CUDA` runs the Triton kernel `<op>.py`, `CPU` the vectorised `<op>_cpu.py`; both are imported
+at the first call, so importing this module needs neither triton nor a GPU. `<op>_ref.py` is
+the oracle of both and is never dispatched to.
+
+Legend (all tensors int32 and contiguous unless said):
+
+    B  row places = slots       T  token places of the step     L  logits places
+    K  max_drafts               N  stop tokens per request      G  window groups
+    S  max_splits               P  page-table width             U  page updates
+
+Slot state outlives a step; it is indexed by slot:
+
+    generation[B]    which use of the slot this is; -1 when it has no request
+    finish[B]        0 running, 1 stop token, 2 length, 3 error (NaN logits), 4 no request
+    context_len[B]   tokens whose KV is in the cache
+    seq_len[B]       tokens in `history`; of a decoding slot always context_len + 1
+    prompt_len[B]    tokens that the request was admitted with; the slot is in prefill while
+                     context_len < prompt_len
+    stop_len[B]      total length at which the request ends, <= max_seq_len
+    stop_tokens[B,N] token ids that end it; -1 = unused
+    history[B,max_seq_len]  prompt and emitted tokens
+    draft_tokens[B,max(K,1)], draft_count[B]   drafts at positions seq_len, seq_len + 1, ...
+    page_table[B,P]  page of the local positions [i * page_size, (i + 1) * page_size)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+
+NAMESPACE = "graphattn"
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+
+
+def _define(name: str, schema: str) -> Any:
+    """Define one op that only mutates, with its lazily imported implementations."""
+    _library.define(f"{name}({schema}) -> ()")
+    _library.impl(name, _lazy(name, f"{name}_cpu"), "CPU")
+    _library.impl(name, _lazy(name, name), "CUDA")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None, lib=_library)
+    return getattr(getattr(torch.ops, NAMESPACE), name).default
+
+
+def _lazy(name: str, module: str) -> Callable[..., None]:
+    """Forward to function `name` of a sibling module, imported at the first call."""
+    target: Callable[..., None] | None = None
+
+    def call(*args: Any) -> None:
+        nonlocal target
+        if target is None:
+            target = getattr(import_module(f".{module}", __package__), name)
+        target(*args)
+
+    return call
+
+
+admit = _define(
+    "admit",
+    "Tensor admit_generation, Tensor release, Tensor admit_prompt_len, Tensor admit_context_len, "
+    "Tensor admit_stop_len, Tensor admit_stop_tokens, Tensor page_updates, "
+    "Tensor(a!) generation, Tensor(b!) finish, Tensor(c!) context_len, Tensor(d!) seq_len, "
+    "Tensor(e!) prompt_len, Tensor(f!) stop_len, Tensor(g!) stop_tokens, "
+    "Tensor(h!) draft_count, Tensor(i!) page_table",
+)
+"""Apply the host's slot changes of this step to the slot state.
+
+admit_*[B] (stop_tokens [B,N]) and release[B] are indexed by slot, page_updates[U,3] holds
+(slot, column, page), slot -1 = unused. For each slot:
+  admit_generation >= 0  generation, prompt_len = seq_len, context_len, stop_len, stop_tokens are
+                         set, finish = 0, draft_count = 0 (release of the same slot is implied);
+  else release != 0      generation = -1, finish = 4, all lengths and draft_count = 0.
+Then page_table[slot, column] = page for every used update. A host never sends two updates of
+one (slot, column) in a step.
+"""
+
+prepare = _define(
+    "prepare",
+    "Tensor slot_of_row, Tensor query_len, "
+    "Tensor context_len, Tensor seq_len, Tensor prompt_len, Tensor finish, Tensor history, "
+    "Tensor draft_tokens, Tensor draft_count, Tensor page_table, "
+    "Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) row_of_token, Tensor(d!) kv_slot, "
+    "Tensor(e!) visible_start, Tensor(f!) visible_end, Tensor(g!) query_start, "
+    "Tensor(h!) token_count, Tensor(i!) logits_start, Tensor(j!) logits_count, "
+    "Tensor(k!) logits_token, Tensor(l!) row_begin, Tensor(m!) row_end, Tensor(n!) row_chunk, "
+    "Tensor(o!) row_splits, Tensor(p!) decode_items, Tensor(q!) decode_count, "
+    "Tensor(r!) prefill_items, Tensor(s!) prefill_count, "
+    "int[] windows, int max_drafts, int page_size, int dcp_size, int dcp_rank, int interleave, "
+    "int align, int chunk, int max_splits, int prefill_block",
+)
+"""Derive everything that a step of T token places needs. All outputs are fully rewritten.
+
+Rows: slot_of_row[B] (-1 = padding row), query_len[B] (token places; padding rows 0; the sum is
+at most T). query_start[B+1] is the exclusive prefix sum of query_len. Row r has slot s and is
+*live* when s >= 0 and finish[s] == 0.
+
+Tokens: place j of row r has position p = context_len[s] + j and *exists* when the row is live,
+p < seq_len[s] + draft_count[s] and p < max_seq_len (= history.shape[1]).
+token_count[r] = tokens that exist in row r (they are a prefix of its places). For t = query_start[r] + j:
+  input_ids[t] int64     history[s, p] if p < seq_len[s] else draft_tokens[s, p - seq_len[s]]
+  positions[t] int64     p
+  row_of_token[t]        r (for every place of a row, existing or not; -1 past query_start[B])
+  kv_slot[t] int64       page_table[s, c // page_size] * page_size + c % page_size with
+                         c = local_position(p) where this rank owns p, else -1
+  visible_end[t]         local_length(p + 1)
+  visible_start[g, t]    0 if windows[g] == 0 else local_length(max(0, p + 1 - windows[g]))
+Places without a token: input_ids 0, positions 0, kv_slot -1, visible range [0, 0).
+
+Logits: row r reserves min(query_len[r], 1 + K) consecutive logits places; logits_start[B+1] is
+their exclusive prefix sum (the host keeps it <= L). A row *reaches* its end when it is live,
+token_count > 0 and context_len + token_count >= seq_len. Then
+logits_count[r] = context_len + token_count - (seq_len - 1), else 0, and place i < logits_count[r]
+has logits_token[logits_start[r] + i] int64 = query_start[r] + seq_len[s] - 1 + i - context_len[s].
+Every other logits place has logits_token 0.
+
+Work lists, one set per window group g for decode; ranges are over existing tokens only:
+  row_begin[G,B] = (smallest visible_start[g] of the row) // align * align; 0 without tokens
+  row_end[B]     = largest visible_end of the row; 0 without tokens
+  span = row_end - row_begin (0 where negative; it can be on a rank whose share is empty)
+  a row with query_len > 0 is a *prefill row* if (live ? context_len < prompt_len
+                                                  : query_len > 1 + K), else a *decode row*
+  row_chunk[G,B] = chunk * 2**n, smallest n with ceil(span / row_chunk) <= max_splits
+  row_splits[G,B] = max(1, ceil(span / row_chunk)) for decode rows, 0 for all other rows
+  decode_items[G, B*S, 2] = (row, split), rows by min(span, row_chunk) descending then row
+      ascending, splits of a row ascending and adjacent; decode_count[G]; unused entries -1
+  prefill_items[T // prefill_block + B, 2] = (row, block of prefill_block query places), rows by
+      row_end descending then row ascending, blocks of a row *descending* (longest first) and
+      adjacent, ceil(query_len / prefill_block) of them; prefill_count[1]; unused entries -1
+"""
+
+kv_write = _define(
+    "kv_write",
+    "Tensor k, Tensor v, Tensor kv_slot, Tensor(a!) k_pool, Tensor(b!) v_pool",
+)
+"""Write K and V of this step's tokens into the pools.
+
+k, v [T, Hkv, D] (any strides with a contiguous last dimension), kv_slot [T] int64, pools
+[num_pages, Hkv, page_size, D] with a contiguous last dimension. Token t goes to page
+kv_slot[t] // page_size, offset kv_slot[t] % page_size; -1 writes nothing.
+"""
+
+attend = _define(
+    "attend",
+    "Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor slot_of_row, "
+    "Tensor query_start, Tensor visible_start, Tensor visible_end, "
+    "Tensor row_begin, Tensor row_end, Tensor row_chunk, Tensor row_splits, "
+    "Tensor decode_items, Tensor decode_count, Tensor? prefill_items, Tensor? prefill_count, "
+    "Tensor? sinks, Tensor(a!) partial_out, Tensor(b!) partial_lse, "
+    "Tensor(c!) out, Tensor(d!) lse, "
+    "float scale, float softcap, int decode_query_len, int prefill_block",
+)
+"""Paged attention of q [T, Hq, D] over each token's visible range; Hq % Hkv == 0.
+
+visible_start [T], visible_end [T], row_begin/row_chunk/row_splits [B], decode_items [B*S, 2],
+decode_count [1] belong to the window group of the layer. Scores are
+scale * (q . k), then softcap * tanh(score / softcap) when softcap > 0.
+Decode items write partials [B, S, decode_query_len, Hq, D] and [B, S, decode_query_len, Hq]
+(fp32); a merge writes out [T, Hq, D] (q's dtype) and lse [T, Hq] (fp32, natural log). Prefill
+items, when given, write out and lse directly. `prefill_items=None` is a pure decode step.
+sinks [Hq] (fp32) join the denominator once, at the end: lse' = logaddexp(lse, sink),
+out' = out * exp(lse - lse'). A token with an empty range has out exactly 0 and lse -inf (with
+sinks: out 0 and lse = sink), as have all places past query_start[B] (those always -inf).
+Nothing is loaded for an empty range; entries of K or V outside visible ranges may be NaN.
+"""
+
+greedy = _define("greedy", "Tensor logits, Tensor(a!) sampled")
+"""sampled[L] = index of the largest of logits[L, V] (lowest on ties).
+
+-1 where a row has a NaN or no value above -inf: never an id out of range.
+"""
+
+commit = _define(
+    "commit",
+    "Tensor sampled, Tensor slot_of_row, Tensor token_count, Tensor logits_start, "
+    "Tensor logits_count, Tensor generation, Tensor stop_len, Tensor stop_tokens, "
+    "Tensor draft_tokens, Tensor(a!) context_len, Tensor(b!) seq_len, Tensor(c!) finish, "
+    "Tensor(d!) history, Tensor(e!) draft_count, Tensor(f!) out_slot, "
+    "Tensor(g!) out_generation, Tensor(h!) out_count, Tensor(i!) out_finish, "
+    "Tensor(j!) out_context_len, Tensor(k!) out_tokens",
+)
+"""Accept drafts, append emitted tokens, end requests, and fill the output block.
+
+Row r with slot s >= 0 and finish[s] == 0:
+  logits_count[r] == 0: context_len[s] += token_count[r]; nothing is emitted.
+  else, with x_i = sampled[logits_start[r] + i] for i < logits_count[r]: emit x_0; while x_i was
+  emitted, is no error, did not end the request, i + 1 < logits_count[r] and
+  x_i == draft_tokens[s, i], emit x_{i+1}. x_i == -1 ends with finish 3 and is not emitted; an
+  emitted stop token ends with 1; seq_len reaching stop_len ends with 2 (a stop token wins).
+  Emitted tokens are appended to history; seq_len += emitted; context_len = seq_len - 1
+  (when nothing was emitted because of an error: context_len = seq_len - 1 too).
+draft_count[s] = 0 for every live row's slot. Output, all [B] but out_tokens [B, 1+K] (-1 past
+out_count): out_slot = s, out_generation = generation[s], out_count, out_finish and
+out_context_len after the commit. A padding row has slot, generation -1, count 0, finish 4,
+context_len 0; a row that was not live has count 0 and its state's finish and context_len.
+"""
