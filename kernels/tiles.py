@@ -1,0 +1,159 @@
+"""Checked-in tile tables of the attention kernels: plain arithmetic, without triton or a GPU.
+
+There is no autotuning at run time or capture: a tile is a function of the architecture, the head
+size, the rows that share it and the dtype, never of a bucket or of a length, so that a row's
+attention is computed the same way in every step. `tests/kernels/budgets.json` holds what each
+tile costs when compiled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One compiled shape: `block_m` query rows by `block_n` KV positions per iteration."""
+
+    block_m: int  # rows = query places x query heads of one KV head; a power of two >= 16
+    block_n: int  # KV positions of one iteration; a power of two >= 16
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """Tiles of one attention geometry, and what the sizes of a step's work lists follow from."""
+
+    decode: Tile
+    prefill: Tile
+    prefill_block: int  # query places of one prefill item
+    align: int  # KV positions; `row_begin` and chunks are multiples of it
+    chunk: int  # KV positions of the smallest split of a decode row (prepare's `chunk`)
+
+
+# (warps, stages, block_n) by padded head size and block_m, for 2-byte dtypes. The sm_80 table
+# stays under 99 KiB of shared memory: it also serves sm_86, sm_89 and sm_120.
+_DECODE: dict[str, dict[int, dict[int, tuple[int, int, int]]]] = {
+    "sm_80": {
+        64: {16: (4, 3, 64), 32: (4, 3, 64), 64: (4, 2, 64), 128: (8, 2, 64)},
+        128: {16: (4, 3, 64), 32: (4, 2, 64), 64: (8, 2, 64)},
+        256: {16: (4, 2, 32), 32: (8, 2, 32), 64: (8, 2, 32)},
+    },
+    "sm_90": {
+        64: {16: (4, 3, 64), 32: (4, 3, 64), 64: (4, 3, 64), 128: (8, 3, 64)},
+        128: {16: (4, 3, 64), 32: (4, 3, 64), 64: (4, 3, 64)},
+        256: {16: (4, 2, 64), 32: (8, 2, 64), 64: (8, 2, 64)},
+    },
+    "sm_100": {
+        64: {16: (4, 3, 64), 32: (4, 3, 64), 64: (4, 3, 64), 128: (8, 3, 64)},
+        128: {16: (4, 3, 64), 32: (4, 3, 64), 64: (4, 3, 64)},
+        256: {16: (4, 2, 64), 32: (8, 2, 64), 64: (8, 2, 64)},
+    },
+}
+
+# (block_m, block_n, warps, stages) by padded head size, for 2-byte dtypes.
+_PREFILL: dict[str, dict[int, tuple[int, int, int, int]]] = {
+    "sm_80": {64: (128, 64, 4, 2), 128: (64, 64, 4, 2), 256: (64, 32, 8, 2)},
+    "sm_90": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
+    "sm_100": {64: (128, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
+}
+
+# Triton's interpreter pays per operation, whatever the block: small tiles make small tests.
+_INTERPRETED = Tile(block_m=16, block_n=16, num_warps=1, num_stages=1)
+
+
+def arch_of(device: torch.device) -> str:
+    """Architecture string of a device: "cpu" (the interpreter) or "sm_90" and the like."""
+    if device.type != "cuda":
+        return "cpu"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Columns of a head inside a kernel: a power of two >= 16."""
+    return max(16, _power_of_two(head_dim))
+
+
+def attention_tiles(
+    arch: str,
+    *,
+    head_dim: int,
+    group: int,
+    decode_query_len: int,
+    page_size: int,
+    dtype: torch.dtype,
+) -> AttentionTiles:
+    """Tiles for `group` = query heads per KV head and decode rows of `decode_query_len` places.
+
+    Raises `ValueError`, naming the argument, for an architecture or a geometry that has no tile.
+    """
+    for name, value in (
+        ("head_dim", head_dim),
+        ("group", group),
+        ("decode_query_len", decode_query_len),
+        ("page_size", page_size),
+    ):
+        if value < 1:
+            raise ValueError(f"{name}: wanted at least 1, got {value}")
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim: wanted at most {MAX_HEAD_DIM}, got {head_dim}")
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"dtype: wanted bfloat16, float16 or float32, got {dtype}")
+    rows = group * decode_query_len
+    decode = _decode_tile(arch, head_dim, rows, dtype)
+    prefill = _prefill_tile(arch, head_dim, dtype)
+    chunk = max(256, 16 * rows)
+    return AttentionTiles(
+        decode=decode,
+        prefill=prefill,
+        prefill_block=max(1, prefill.block_m // group),
+        align=decode.block_n,
+        chunk=-(-chunk // decode.block_n) * decode.block_n,
+    )
+
+
+def _decode_tile(arch: str, head_dim: int, rows: int, dtype: torch.dtype) -> Tile:
+    """The tile that holds all rows of a KV head, or the largest one, which is then repeated."""
+    wanted = max(16, _power_of_two(rows))
+    if arch == "cpu":
+        return Tile(min(wanted, 64), _INTERPRETED.block_n, 1, 1)
+    table = _DECODE[_table_arch(arch)][max(64, padded_head_dim(head_dim))]
+    block_m = min(wanted, max(table))
+    warps, stages, block_n = table[block_m]
+    return _for_dtype(Tile(block_m, block_n, warps, stages), dtype)
+
+
+def _prefill_tile(arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
+    if arch == "cpu":
+        return _INTERPRETED
+    table = _PREFILL[_table_arch(arch)]
+    return _for_dtype(Tile(*table[max(64, padded_head_dim(head_dim))]), dtype)
+
+
+def _for_dtype(tile: Tile, dtype: torch.dtype) -> Tile:
+    """fp32 keeps the bytes of an iteration: half the positions, and no third stage."""
+    if dtype != torch.float32:
+        return tile
+    block_m = min(tile.block_m, 64)
+    return Tile(block_m, max(16, tile.block_n // 2), tile.num_warps, min(tile.num_stages, 2))
+
+
+def _table_arch(arch: str) -> str:
+    """Table of an architecture: its own, its family's, or sm_80's."""
+    if arch in _DECODE:
+        return arch
+    if arch == "sm_103":
+        return "sm_100"
+    if arch in ("sm_86", "sm_87", "sm_89", "sm_120", "sm_121"):
+        return "sm_80"
+    raise ValueError(f"arch: wanted cpu, sm_80 or newer, got {arch!r}")
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
