@@ -1,0 +1,126 @@
+"""Write K and V of a step's tokens into the paged pools.
+
+    k, v    [T, Hkv, D]                  pools  [num_pages, Hkv, page_size, D]
+    kv_slot [T] int64, page * page_size + offset, -1 = no entry
+
+One program per token place, so the cost follows the bucket. A place whose slot is negative
+loads and stores nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor, int64
+
+from .strides import stride_unit
+
+
+@triton.jit(
+    do_not_specialize=[
+        "k_token",
+        "k_head",
+        "v_token",
+        "v_head",
+        "k_pool_page",
+        "k_pool_head",
+        "k_pool_entry",
+        "v_pool_page",
+        "v_pool_head",
+        "v_pool_entry",
+    ]
+)
+def _kv_write_kernel(
+    k_ptr,
+    v_ptr,
+    kv_slot_ptr,
+    k_pool_ptr,
+    v_pool_ptr,
+    k_token,
+    k_head,
+    v_token,
+    v_head,
+    k_pool_page,
+    k_pool_head,
+    k_pool_entry,
+    v_pool_page,
+    v_pool_head,
+    v_pool_entry,
+    STRIDE_UNIT: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KV_HEADS_PADDED: tl.constexpr,
+    D: tl.constexpr,
+    D_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(kv_slot_ptr + t)
+    if slot >= 0:
+        page = slot // PAGE_SIZE
+        entry = slot % PAGE_SIZE
+        o_h = tl.arange(0, KV_HEADS_PADDED).to(tl.int64)[:, None]
+        o_d = tl.arange(0, D_PADDED)[None, :]
+        m = (o_h < KV_HEADS) & (o_d < D)  # [KV_HEADS_PADDED, D_PADDED]
+        b_k = tl.load(k_ptr + (t * k_token + o_h * k_head) * STRIDE_UNIT + o_d, mask=m)
+        b_v = tl.load(v_ptr + (t * v_token + o_h * v_head) * STRIDE_UNIT + o_d, mask=m)
+        o_k = (page * k_pool_page + o_h * k_pool_head + entry * k_pool_entry) * STRIDE_UNIT
+        o_v = (page * v_pool_page + o_h * v_pool_head + entry * v_pool_entry) * STRIDE_UNIT
+        tl.store(k_pool_ptr + o_k + o_d, b_k, mask=m)
+        tl.store(v_pool_ptr + o_v + o_d, b_v, mask=m)
+
+
+def kv_write(k: Tensor, v: Tensor, kv_slot: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+    """Write k, v [T, Hkv, D] to the entries `kv_slot` [T] int64 of the pools; -1 writes nothing.
+
+    Raises `ValueError` that names the argument when shapes, dtypes or strides do not fit.
+    """
+    _check(k, v, kv_slot, k_pool, v_pool)
+    tokens, kv_heads, head_dim = k.shape
+    if tokens == 0:
+        return
+    strides = (
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *k_pool.stride()[:3],
+        *v_pool.stride()[:3],
+    )
+    unit = stride_unit(strides)
+    _kv_write_kernel[(tokens,)](
+        k,
+        v,
+        kv_slot,
+        k_pool,
+        v_pool,
+        *(stride // unit for stride in strides),
+        STRIDE_UNIT=unit,
+        KV_HEADS=kv_heads,
+        KV_HEADS_PADDED=triton.next_power_of_2(kv_heads),
+        D=head_dim,
+        D_PADDED=triton.next_power_of_2(head_dim),
+        PAGE_SIZE=k_pool.shape[2],
+        num_warps=4,
+    )
+
+
+def _check(k: Tensor, v: Tensor, kv_slot: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+    if k.dim() != 3:
+        raise ValueError(f"k: wanted [T, Hkv, D], got shape {tuple(k.shape)}")
+    tokens, kv_heads, head_dim = k.shape
+    if k_pool.dim() != 4 or (k_pool.shape[1], k_pool.shape[3]) != (kv_heads, head_dim):
+        raise ValueError(
+            f"k_pool: wanted [num_pages, {kv_heads}, page_size, {head_dim}], "
+            f"got shape {tuple(k_pool.shape)}"
+        )
+    for name, tensor, like in (("v", v, k), ("v_pool", v_pool, k_pool)):
+        if tensor.shape != like.shape:
+            raise ValueError(f"{name}: wanted shape {tuple(like.shape)}, got {tuple(tensor.shape)}")
+    for name, tensor in (("k", k), ("v", v), ("k_pool", k_pool), ("v_pool", v_pool)):
+        if tensor.dtype != k_pool.dtype:
+            raise ValueError(f"{name}: wanted the pools' {k_pool.dtype}, got {tensor.dtype}")
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: wanted a contiguous last dimension, got {tensor.stride()}")
+    if kv_slot.shape != (tokens,) or kv_slot.dtype != int64 or not kv_slot.is_contiguous():
+        raise ValueError(
+            f"kv_slot: wanted contiguous int64 [{tokens}], got {kv_slot.dtype} "
+            f"{tuple(kv_slot.shape)}"
+        )

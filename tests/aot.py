@@ -1,0 +1,145 @@
+"""Ahead-of-time compilation of Triton kernels for GPUs that this machine need not have.
+
+The test process may be in interpreter mode, where `@triton.jit` makes no compilable function, so
+jobs go to worker processes without TRITON_INTERPRET: this file is imported by tests and is also the
+workers' program (one JSON job per line in, one JSON result per line out).
+
+    job = Job("greedy", "greedy_kernel", "sm_90", {"logits_ptr": "*fp32", "n": "i32"}, {"BLOCK": 64})
+    [result] = compile_all([job])
+    assert result.stack == 0
+
+Pointers count as 16-byte aligned, as torch's allocations are; integer scalars get no attribute,
+as with `do_not_specialize`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ARCHS = ("sm_80", "sm_90", "sm_100")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel of `graphattn.kernels.<module>` to compile for one architecture."""
+
+    module: str
+    kernel: str
+    arch: str
+    signature: Mapping[str, str]  # every run-time argument: "*bf16", "*i32", "i32", "fp32", ...
+    constants: Mapping[str, int | float | bool | str | None]  # every constexpr argument
+    num_warps: int = 4
+    num_stages: int = 3
+    unaligned: Sequence[str] = ()  # pointers that need not be 16-byte aligned
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one compiled kernel costs."""
+
+    registers: int  # per thread
+    stack: int  # bytes per thread; more than 0 means spills
+    shared: int  # bytes per block
+    instructions: Mapping[str, int] = field(repr=False)  # SASS opcode -> count
+
+
+def compile_all(jobs: Sequence[Job], workers: int = 2) -> list[Compiled]:
+    """Compile every job, results in order. Raises `AssertionError` with the compiler's message."""
+    shares = [range(i, len(jobs), workers) for i in range(min(workers, len(jobs)))]
+    results: dict[int, Compiled] = {}
+    with ThreadPoolExecutor(len(shares) or 1) as pool:
+        for share, compiled in zip(
+            shares, pool.map(lambda s: _run_worker([jobs[i] for i in s]), shares), strict=True
+        ):
+            results.update(zip(share, compiled, strict=True))
+    return [results[i] for i in range(len(jobs))]
+
+
+def _run_worker(jobs: Sequence[Job]) -> list[Compiled]:
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    worker = subprocess.run(
+        [sys.executable, __file__],
+        input="\n".join(json.dumps(asdict(job)) for job in jobs),
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    lines = [json.loads(line) for line in worker.stdout.splitlines() if line.startswith("{")]
+    for job, line in zip(jobs, lines, strict=False):
+        assert "error" not in line, f"{job}\n{line['error']}"
+    assert len(lines) == len(jobs), f"the compile worker died:\n{worker.stderr[-4000:]}"
+    return [Compiled(**line) for line in lines]
+
+
+def _compile(job: Job) -> Compiled:
+    from importlib import import_module
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    fn = getattr(import_module(f"graphattn.kernels.{job.module}"), job.kernel)
+    names = list(fn.arg_names)
+    unknown = {*job.signature, *job.constants} ^ set(names)
+    if unknown:
+        raise ValueError(f"arguments that are missing or unknown: {sorted(unknown)}")
+    signature = {name: job.signature.get(name, "constexpr") for name in names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") and name not in job.unaligned
+    }
+    source = ASTSource(fn=fn, signature=signature, constexprs=dict(job.constants), attrs=attrs)
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", int(job.arch.removeprefix("sm_")), 32),
+        options={
+            "num_warps": job.num_warps,
+            "num_stages": job.num_stages,
+            "enable_fp_fusion": True,
+        },
+    )
+    registers, stack, instructions = _inspect(compiled.asm["cubin"])
+    return Compiled(registers, stack, compiled.metadata.shared, instructions)
+
+
+def _inspect(cubin: bytes) -> tuple[int, int, dict[str, int]]:
+    """Registers, stack bytes and opcodes of a cubin, by the tools that triton ships."""
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = _output(tools / "cuobjdump", "--dump-resource-usage", file.name)
+        sass = _output(tools / "nvdisasm", "-c", file.name)
+    found = {key: int(n) for key, n in re.findall(r"\b(REG|STACK):(\d+)", usage)}
+    opcode = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+    return found["REG"], found["STACK"], dict(Counter(opcode.findall(sass)))
+
+
+def _output(*command: str | Path) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _main() -> None:
+    for line in sys.stdin:
+        try:
+            result = asdict(_compile(Job(**json.loads(line))))
+        except Exception as error:
+            result = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    _main()
