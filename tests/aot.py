@@ -4,7 +4,7 @@ The test process may be in interpreter mode, where `@triton.jit` makes no compil
 jobs go to worker processes without TRITON_INTERPRET: this file is imported by tests and is also the
 workers' program (one JSON job per line in, one JSON result per line out).
 
-    job = Job("greedy", "greedy_kernel", "sm_90", {"logits_ptr": "*fp32", "n": "i32"}, {"BLOCK": 64})
+    job = Job("greedy", "_kernel", "sm_90", {"logits_ptr": "*fp32", "n": "i32"}, {"BLOCK": 64})
     [result] = compile_all([job])
     assert result.stack == 0
 
