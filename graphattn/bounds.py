@@ -18,35 +18,35 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from graphattn.errors import ConfigError, wrong
+from graphattn.errors import wrong
 
 
-def owner(p: int, W: int, I: int) -> int:  # noqa: E741
+def owner(p: int, W: int, I: int) -> int:
     """Rank that holds the KV entry of global position `p`."""
     return p // I % W
 
 
-def local_position(p: int, W: int, I: int) -> int:  # noqa: E741
+def local_position(p: int, W: int, I: int) -> int:
     """Index of global position `p` among the entries of its owner."""
     return p // (W * I) * I + p % I
 
 
-def global_position(c: int, r: int, W: int, I: int) -> int:  # noqa: E741
+def global_position(c: int, r: int, W: int, I: int) -> int:
     """Global position of entry `c` of rank `r`; inverse of `owner` and `local_position`."""
     return c // I * W * I + r * I + c % I
 
 
-def local_length(L: int, r: int, W: int, I: int) -> int:  # noqa: E741
+def local_length(L: int, r: int, W: int, I: int) -> int:
     """Number of the first `L` tokens that rank `r` holds. Never larger on a higher rank."""
     return L // (W * I) * I + min(max(L % (W * I) - r * I, 0), I)
 
 
-def max_local_length(L: int, W: int, I: int) -> int:  # noqa: E741
+def max_local_length(L: int, W: int, I: int) -> int:
     """Longest shard of any sequence of at most `L` tokens: rank 0's, since it fills first."""
     return local_length(L, 0, W, I)
 
 
-def prefix_unit(page_size: int, W: int, I: int) -> int:  # noqa: E741
+def prefix_unit(page_size: int, W: int, I: int) -> int:
     """Tokens in the smallest prefix that fills whole pages on every rank.
 
     Prefixes are shared between requests in multiples of it; anything smaller shares a page
@@ -105,11 +105,6 @@ class Bounds:
                 "Every slot must be able to decode in one step: raise max_tokens "
                 "or lower max_batch.",
             )
-        if self.num_pages < self.pages_per_seq_min:
-            raise ConfigError(
-                f"num_pages: wanted at least {self.pages_per_seq_min} "
-                f"(one page), got {self.num_pages}. Raise num_pages or memory_budget."
-            )
 
     @property
     def decode_query_len(self) -> int:
@@ -126,11 +121,6 @@ class Bounds:
         """Page-table width: pages of the longest request on the rank with the longest shard."""
         return self.pages_for(self.max_seq_len)
 
-    @property
-    def pages_per_seq_min(self) -> int:
-        """Fewest pages with which any request at all can run."""
-        return 1
-
     def pages_for(self, num_tokens: int) -> int:
         """Pages that a sequence of `num_tokens` takes on rank 0; the ids serve all ranks."""
         return ceil_div(
@@ -143,9 +133,14 @@ class Bounds:
 
     @property
     def max_page_updates(self) -> int:
-        """Page-table entries that one step can set; see `pages.PageAllocator`."""
-        growth = self.max_batch * (1 + self.pages_for(2 * self.decode_query_len))
-        return growth + self.pages_for(self.max_tokens) + self.max_batch
+        """Page-table entries that one step can set.
+
+        The visible and written range of a row grows by at most its token places (a decode row's
+        bound jumps by up to two query lengths while results are unread), and each row can start
+        one page more than those tokens fill.
+        """
+        per_row = 1 + self.pages_for(3 * self.decode_query_len)
+        return self.max_batch * per_row + self.pages_for(self.max_tokens)
 
 
 def _check_int(name: str, value: object, *, at_least: int) -> None:

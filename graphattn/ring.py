@@ -1,0 +1,126 @@
+"""Device to host: what each step published. The only reader of device data."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from graphattn.bounds import Bounds
+from graphattn.inputs import block_size, block_views
+from graphattn.stream import Marker, Stream, host_buffer
+
+
+def output_fields(bounds: Bounds) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every field of the block, in its order."""
+    rows = (bounds.max_batch,)
+    return {
+        "slot": rows,
+        "generation": rows,
+        "count": rows,
+        "finish": rows,
+        "context_len": rows,
+        "tokens": (bounds.max_batch, bounds.decode_query_len),
+    }
+
+
+class OutputBlock:
+    """What a step publishes, at a fixed device address; each field is a view, int32, by row."""
+
+    slot: Tensor  # [B]; -1 = padding row
+    generation: Tensor  # [B]
+    count: Tensor  # [B] emitted tokens
+    finish: Tensor  # [B], a `Finish`
+    context_len: Tensor  # [B] after the step
+    tokens: Tensor  # [B, 1 + K]; -1 past count
+
+    def __init__(self, bounds: Bounds, device: torch.device) -> None:
+        fields = output_fields(bounds)
+        self.block = torch.zeros(block_size(fields), dtype=torch.int32, device=device)
+        for name, view in block_views(self.block, fields).items():
+            setattr(self, name, view)
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What one row of a landed step says; matched to its request by slot and generation."""
+
+    slot: int
+    generation: int
+    token_ids: tuple[int, ...]
+    finish: int
+    context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A landed step."""
+
+    number: int
+    rows: tuple[RowResult, ...]
+
+
+class _Entry:
+    def __init__(self, bounds: Bounds, device: torch.device) -> None:
+        fields = output_fields(bounds)
+        self.buffer = host_buffer(block_size(fields), device)
+        self.arrays: dict[str, npt.NDArray[np.int32]] = {
+            name: view.numpy() for name, view in block_views(self.buffer, fields).items()
+        }
+
+    def read(self, number: int) -> StepResult:
+        a = {name: array.tolist() for name, array in self.arrays.items()}
+        rows = (
+            RowResult(
+                slot,
+                a["generation"][row],
+                tuple(a["tokens"][row][: a["count"][row]]),
+                a["finish"][row],
+                a["context_len"][row],
+            )
+            for row, slot in enumerate(a["slot"])
+            if slot >= 0
+        )
+        return StepResult(number, tuple(rows))
+
+
+class OutputRing:
+    """Pinned copies of the output block, one per step in flight, read in order of launch."""
+
+    def __init__(self, bounds: Bounds, device: torch.device, *, steps_in_flight: int) -> None:
+        self._idle = deque(_Entry(bounds, device) for _ in range(steps_in_flight))
+        self._flying: deque[tuple[int, _Entry, Marker]] = deque()
+
+    @property
+    def in_flight(self) -> int:
+        """Steps whose results were not read."""
+        return len(self._flying)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more step can be launched."""
+        return bool(self._idle)
+
+    def receive(self, number: int, source: OutputBlock, stream: Stream) -> None:
+        """Enqueue the copy of `source` behind the step that fills it."""
+        entry = self._idle.popleft()
+        stream.copy(entry.buffer, source.block)
+        self._flying.append((number, entry, stream.mark()))
+
+    def landed(self) -> list[StepResult]:
+        """Results that have arrived since the last call, oldest first. Never waits."""
+        results = []
+        while self._flying and self._flying[0][2].done():
+            number, entry, _ = self._flying.popleft()
+            results.append(entry.read(number))
+            self._idle.append(entry)
+        return results
+
+    def wait(self) -> None:
+        """Wait until the oldest step in flight has landed."""
+        if self._flying:
+            self._flying[0][2].wait()
