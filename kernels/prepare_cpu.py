@@ -44,27 +44,34 @@ class _Shard:
 
 def _spread(count: Array) -> tuple[Array, Array]:
     """For counts [n]: owner index and offset of each of the count.sum() entries, in order."""
-    owner = np.repeat(np.arange(len(count)), count)
-    first = np.cumsum(count) - count
+    owner = np.arange(len(count)).repeat(count)
+    first = count.cumsum() - count
     return owner, np.arange(len(owner)) - first[owner]
 
 
 def _prefix_sum(count: Array, out: Array) -> None:
     """Exclusive prefix sum of counts [n] into out [n+1]."""
     out[0] = 0
-    np.cumsum(count, out=out[1:])
+    count.cumsum(out=out[1:])
 
 
-def _write_items(items: Array, key: Array, count: Array, *, descending: bool) -> int:
+def _write_items(items: Array, key: Array, count: Array) -> int:
     """Fill a work list: count[row] adjacent items per row, rows by descending key, then by row."""
-    order = np.argsort(-key, kind="stable")
-    owner, offset = _spread(count[order])
-    row = order[owner]
-    total = len(row)
-    items[total:] = -1
-    items[:total, 0] = row
-    items[:total, 1] = count[row] - 1 - offset if descending else offset
-    return total
+    items.fill(-1)
+    if not count.any():
+        return 0
+    order = (-key).argsort(kind="stable")
+    index, offset = _spread(count[order])
+    items[: len(index), 0] = order[index]
+    items[: len(index), 1] = offset
+    return len(index)
+
+
+def _chunk_size(span: Array, chunk: int, max_splits: int) -> Array:
+    """Smallest chunk * 2**n that covers each span in at most `max_splits` chunks."""
+    quotient = -(-span // (chunk * max_splits))
+    doublings = np.frexp(np.maximum(quotient - 1, 0).astype(np.float64))[1]  # bit length
+    return np.int64(chunk) << doublings.astype(np.int64)
 
 
 def prepare(
@@ -114,13 +121,14 @@ def prepare(
 
     # Rows.
     row_slot = slot_of_row.numpy()
-    slot = np.maximum(row_slot, 0)
+    slot = np.maximum(row_slot, 0).astype(np.int64)
     live = (row_slot >= 0) & (finish.numpy()[slot] == 0)
     places = query_len.numpy().astype(np.int64)
-    context = context_len.numpy()[slot].astype(np.int64)
-    seq = seq_len.numpy()[slot]
+    context = context_len.numpy()[slot].astype(np.int64) * live
+    seq = seq_len.numpy()[slot].astype(np.int64)
     available = np.minimum(seq + draft_count.numpy()[slot], max_seq_len) - context
-    count = np.where(live, np.minimum(np.maximum(available, 0), places), 0)
+    count = np.minimum(np.maximum(available, 0), places) * live
+    some = count > 0
     end = context + count
     token_count.numpy()[:] = count
     start = query_start.numpy()
@@ -129,69 +137,65 @@ def prepare(
     # Tokens.
     place_row = row_of_token.numpy()
     place_row.fill(-1)
-    place_row[: start[-1]] = np.repeat(np.arange(len(slot)), places)
+    place_row[: start[-1]] = np.arange(len(slot)).repeat(places)
     row, offset = _spread(count)
-    token = start[row] + offset
-    position = context[row] + offset
+    token = offset + start[row]
     token_slot = slot[row]
+    position = context[row] + offset
     ids = history.numpy()[token_slot, position]
     draft = position - seq[row]
     is_draft = draft >= 0
     if is_draft.any():
         ids[is_draft] = draft_tokens.numpy()[token_slot[is_draft], draft[is_draft]]
     local, owned = shard.local_position(position)
-    page = page_table.numpy()[token_slot, local // page_size].astype(np.int64)
-    for out, value, padding in (
-        (input_ids, ids, 0),
-        (positions, position, 0),
-        (kv_slot, np.where(owned, page * page_size + local % page_size, -1), -1),
-        (visible_end, shard.local_length(position + 1), 0),
-    ):
-        array = out.numpy()
-        array.fill(padding)
-        array[token] = value
+    column, entry = np.divmod(local, page_size)
+    flat = page_table.numpy()[token_slot, column].astype(np.int64) * page_size + entry
+    _scatter(input_ids, token, ids, padding=0)
+    _scatter(positions, token, position, padding=0)
+    _scatter(kv_slot, token, np.where(owned, flat, -1), padding=-1)
+    _scatter(visible_end, token, shard.local_length(position + 1), padding=0)
 
     # Logits.
     first = logits_start.numpy()
     _prefix_sum(np.minimum(places, 1 + max_drafts), first)
-    reaches = (count > 0) & (end >= seq)
-    wanted = np.where(reaches, end - (seq - 1), 0)
+    wanted = np.maximum(end - (seq - 1), 0) * some
     logits_count.numpy()[:] = wanted
     row, offset = _spread(wanted)
-    array = logits_token.numpy()
-    array.fill(0)
-    array[first[row] + offset] = (start[:-1] + seq - 1 - context)[row] + offset
+    places_of_end = start[:-1] + (seq - 1 - context)
+    _scatter(logits_token, first[row] + offset, places_of_end[row] + offset, padding=0)
 
-    # Ranges and work lists.
-    prefill = np.where(live, context < prompt_len.numpy()[slot], places > 1 + max_drafts)
-    prefill &= places > 0
-    decode = ~prefill & (places > 0)
-    last = np.where(count > 0, shard.local_length(end), 0)
+    # Ranges, for all windows at once: [G, tokens] and [G, B]. Window 0 reaches to any start.
+    window = np.array([[w or max_seq_len] for w in windows])
+    _scatter(
+        visible_start,
+        (slice(None), token),
+        shard.local_length(np.maximum(position + 1 - window, 0)),
+        padding=0,
+    )
+    begin = shard.local_length(np.maximum(context + 1 - window, 0)) // align * align * some
+    last = shard.local_length(end) * some
+    span = np.maximum(last - begin, 0)
+    size = _chunk_size(span, chunk, max_splits)
+    row_begin.numpy()[:] = begin
     row_end.numpy()[:] = last
-    blocks = np.where(prefill, -(-places // prefill_block), 0)
-    prefill_count.numpy()[0] = _write_items(prefill_items.numpy(), last, blocks, descending=True)
-    starts = visible_start.numpy()
-    starts.fill(0)
-    for g, window in enumerate(windows):
-        begin = np.zeros_like(last)
-        if window:
-            starts[g, token] = shard.local_length(np.maximum(position + 1 - window, 0))
-            begin = shard.local_length(np.maximum(context + 1 - window, 0))
-            begin = np.where(count > 0, begin // align * align, 0)
-        row_begin.numpy()[g] = begin
-        span = np.maximum(last - begin, 0)
-        size = _chunk_size(span, chunk, max_splits)
-        row_chunk.numpy()[g] = size
-        splits = np.where(decode, np.maximum(-(-span // size), 1), 0)
-        row_splits.numpy()[g] = splits
-        work = np.minimum(span, size)
-        decode_count.numpy()[g] = _write_items(
-            decode_items.numpy()[g], work, splits, descending=False
-        )
+    row_chunk.numpy()[:] = size
+
+    # Work lists.
+    prefill = np.where(live, context < prompt_len.numpy()[slot], places > 1 + max_drafts)
+    splits = np.maximum(-(-span // size), 1) * (~prefill & (places > 0))
+    row_splits.numpy()[:] = splits
+    work = np.minimum(span, size)
+    for g, items in enumerate(decode_items.numpy()):
+        decode_count.numpy()[g] = _write_items(items, work[g], splits[g])
+    blocks = -(-places // prefill_block) * prefill
+    items = prefill_items.numpy()
+    total = _write_items(items, last, blocks)
+    prefill_count.numpy()[0] = total
+    items[:total, 1] = blocks[items[:total, 0]] - 1 - items[:total, 1]  # longest first
 
 
-def _chunk_size(span: Array, chunk: int, max_splits: int) -> Array:
-    """Smallest chunk * 2**n that covers each span [n] in at most `max_splits` chunks."""
-    quotient = -(-span // (chunk * max_splits))
-    doublings = np.frexp(np.maximum(quotient - 1, 0).astype(np.float64))[1]  # bit length
-    return np.int64(chunk) << doublings.astype(np.int64)
+def _scatter(out: Tensor, index: Any, value: Array, *, padding: int) -> None:
+    """Rewrite `out`: value at index, padding everywhere else."""
+    array = out.numpy()
+    array.fill(padding)
+    array[index] = value
