@@ -1,0 +1,61 @@
+"""The public door: what it lists, what it hides, and what importing it needs."""
+
+import inspect
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+import graphattn
+
+PUBLIC = sorted(graphattn.__all__)
+CALLABLES = [n for n in PUBLIC if callable(getattr(graphattn, n))]
+
+
+def run(script: str) -> None:
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_all_lists_exactly_the_public_names() -> None:
+    public = {n for n, v in vars(graphattn).items() if not n.startswith("_")}
+    modules = {n for n in public if isinstance(getattr(graphattn, n), ModuleType)}
+    assert public - modules <= set(PUBLIC) <= public
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name: str) -> None:
+    assert inspect.getdoc(getattr(graphattn, name)), f"graphattn.{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", CALLABLES)
+def test_unknown_options_fail(name: str) -> None:
+    """`**kwargs` would swallow a misspelt option."""
+    parameters = inspect.signature(getattr(graphattn, name)).parameters.values()
+    assert not [p.name for p in parameters if p.kind is p.VAR_KEYWORD]
+
+
+def test_import_needs_neither_triton_nor_a_gpu_nor_transformers() -> None:
+    run("""
+import sys
+HEAVY = {"triton", "cuda", "nvtx", "transformers", "gguf"}
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in HEAVY:
+            raise ImportError(f"{name} was imported")
+sys.meta_path.insert(0, Missing())
+import graphattn
+for name in graphattn.__all__:
+    getattr(graphattn, name)
+""")
+
+
+def test_capture_stays_a_function_whatever_is_imported_first() -> None:
+    """The folder `capture/` is imported as `graphattn._capture`, never under the function's name."""
+    run("""
+import importlib, pkgutil
+import graphattn._capture
+for module in pkgutil.iter_modules(graphattn._capture.__path__, "graphattn._capture."):
+    importlib.import_module(module.name)
+assert callable(graphattn.capture) and graphattn.capture.__name__ == "capture"
+""")
