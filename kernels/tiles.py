@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 MAX_HEAD_DIM = 256
+_CHUNK_UNIT = 128  # every block_n divides it, so the coarsest chunk of a model fits all its layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,7 @@ def attention_tiles(
         prefill=prefill,
         prefill_block=max(1, prefill.block_m // group),
         align=decode.block_n,
-        chunk=-(-chunk // decode.block_n) * decode.block_n,
+        chunk=-(-chunk // _CHUNK_UNIT) * _CHUNK_UNIT,
     )
 
 

@@ -4,7 +4,7 @@ The test process may be in interpreter mode, where `@triton.jit` makes no compil
 jobs go to worker processes without TRITON_INTERPRET: this file is imported by tests and is also the
 workers' program (one JSON job per line in, one JSON result per line out).
 
-    job = Job("greedy", "_kernel", "sm_90", {"logits_ptr": "*fp32", "n": "i32"}, {"BLOCK": 64})
+    job = Job("greedy", "_kernel", "sm_90", {"logits_ptr": "*fp32"}, {"BLOCK": 64})
     [result] = compile_all([job])
     assert result.stack == 0
 
@@ -36,7 +36,7 @@ class Job:
     module: str
     kernel: str
     arch: str
-    signature: Mapping[str, str]  # every run-time argument: "*bf16", "*i32", "i32", "fp32", ...
+    signature: Mapping[str, str]  # run-time arguments: "*bf16", "*i32", "fp32", ...; the rest "i32"
     constants: Mapping[str, int | float | bool | str | None]  # every constexpr argument
     num_warps: int = 4
     num_stages: int = 3
@@ -90,10 +90,11 @@ def _compile(job: Job) -> Compiled:
 
     fn = getattr(import_module(f"graphattn.kernels.{job.module}"), job.kernel)
     names = list(fn.arg_names)
-    unknown = {*job.signature, *job.constants} ^ set(names)
+    unknown = {*job.signature, *job.constants} - set(names)
     if unknown:
-        raise ValueError(f"arguments that are missing or unknown: {sorted(unknown)}")
-    signature = {name: job.signature.get(name, "constexpr") for name in names}
+        raise ValueError(f"no arguments of {job.kernel}: {sorted(unknown)}")
+    types = dict.fromkeys(job.constants, "constexpr") | dict(job.signature)
+    signature = {name: types.get(name, "i32") for name in names}
     attrs = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(names)
