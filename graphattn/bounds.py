@@ -127,6 +127,14 @@ class Bounds:
             max_local_length(num_tokens, self.dcp_size, self.interleave), self.page_size
         )
 
+    def max_kv_len(self, stop_len: int) -> int:
+        """Most tokens of a request of total length `stop_len` whose KV is ever written.
+
+        The last token's is not; a verified row can write `max_drafts` beyond, and a drafter that
+        runs on from there as many again.
+        """
+        return min(stop_len - 1 + 2 * self.max_drafts, self.max_seq_len)
+
     def logits_places(self, tokens: int) -> int:
         """Places that need logits in a step of `tokens` token places."""
         return min(tokens, self.decode_tokens)
@@ -145,4 +153,6 @@ class Bounds:
 
 def _check_int(name: str, value: object, *, at_least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise wrong(name, f"an integer >= {at_least}", value, f"Pass {name}={max(at_least, 1)} or more.")
+        raise wrong(
+            name, f"an integer >= {at_least}", value, f"Pass {name}={max(at_least, 1)} or more."
+        )

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from graphattn.bounds import Bounds, ceil_div
+from graphattn.bounds import Bounds
 from graphattn.errors import wrong
 
 Backend = Literal["cuda", "host", "eager"]
@@ -156,8 +156,3 @@ def pages_in(budget: int, page_bytes: int) -> int:
             "Raise memory_budget or lower page_size.",
         )
     return budget // page_bytes
-
-
-def pages_wanted(max_batch: int, seq_len: int, page_size: int) -> int:
-    """Pages with which every slot can hold a sequence of `seq_len` tokens; more is waste."""
-    return max_batch * ceil_div(seq_len, page_size)

@@ -51,6 +51,12 @@ class StepInputs:
     admissions: list[Admission] = field(default_factory=list)
     releases: list[int] = field(default_factory=list)  # slots
     page_updates: list[PageUpdate] = field(default_factory=list)
+    mixed: bool = False  # some row is in prefill
+
+    @property
+    def tokens(self) -> int:
+        """Token places of all rows."""
+        return sum(query_len for _, query_len in self.rows)
 
 
 def input_fields(bounds: Bounds) -> dict[str, tuple[int, ...]]:
@@ -179,9 +185,11 @@ class PromptRing:
         self._copied: list[Marker | None] = [None] * count
         self._next = 0
 
-    def has_room(self, num_tokens: int) -> bool:
-        """Whether a prompt of `num_tokens` can be sent without waiting for an earlier copy."""
-        count = ceil_div(num_tokens, self._chunk)
+    def has_room(self, lengths: Sequence[int]) -> bool:
+        """Whether prompts of these lengths can be sent without waiting for an earlier copy."""
+        count = sum(ceil_div(length, self._chunk) for length in lengths)
+        if count > len(self._buffers):
+            return False
         ring = ((self._next + i) % len(self._buffers) for i in range(count))
         return all(m is None or m.done() for m in (self._copied[i] for i in ring))
 

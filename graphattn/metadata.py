@@ -58,7 +58,9 @@ class StepBuffers:
     prefill_count: Tensor  # [1]
 
     @staticmethod
-    def allocate(bounds: Bounds, shape: WorkShape, tokens: int, device: torch.device) -> StepBuffers:
+    def allocate(
+        bounds: Bounds, shape: WorkShape, tokens: int, device: torch.device
+    ) -> StepBuffers:
         """Buffers for a step of `tokens` places."""
         B, G = bounds.max_batch, len(shape.windows)
 

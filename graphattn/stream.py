@@ -72,7 +72,7 @@ class _CudaMarker:
         self._event = event
 
     def done(self) -> bool:
-        return self._event.query()
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -82,7 +82,7 @@ class CudaStream:
     """One explicit, non-default CUDA stream of `device`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = torch.cuda.Stream(device)
+        self.cuda = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, work: Callable[[], object]) -> None:
         """Launch `work` with this stream current."""
@@ -96,7 +96,7 @@ class CudaStream:
 
     def mark(self) -> Marker:
         """Record an event."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.cuda)
         return _CudaMarker(event)
 

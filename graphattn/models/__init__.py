@@ -1,1 +1,28 @@
 """Adapters: what turns a model into something the step program can run."""
+
+from __future__ import annotations
+
+from graphattn.errors import UnsupportedModelError
+from graphattn.models.contract import StepModel
+
+_CONTRACT = ("attention_layers", "vocab_size", "max_seq_len", "eos_token_ids", "dtype", "device")
+
+
+def adapt(model: object) -> StepModel:
+    """The model itself if it meets the step contract, else its adapter.
+
+    Raises `UnsupportedModelError` when it is neither, or a transformers model that cannot be
+    served; the message says what is missing.
+    """
+    missing = [name for name in _CONTRACT if not hasattr(model, name)]
+    if not missing and callable(model):
+        return model  # type: ignore[return-value]
+    if any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
+        from graphattn.models import transformers
+
+        return transformers.adapt(model)
+    raise UnsupportedModelError(
+        f"model: wanted a transformers causal LM or a model that meets the step contract "
+        f"(graphattn.models.contract.StepModel), got {type(model).__name__} without "
+        f"{', '.join(missing) or '__call__'}. See docs/own-model.md."
+    )

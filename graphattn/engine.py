@@ -1,0 +1,437 @@
+"""capture() and Engine: composes the parts, holds no arithmetic.
+
+    OPEN --close(), or a failed step--> CLOSED
+
+`step` launches one replay and never waits for the device; `poll` hands out what has landed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from graphattn._capture import nvtx_ranges
+from graphattn._capture.family import capture_family
+from graphattn._capture.graph import Graph
+from graphattn.config import Bucket, EngineConfig
+from graphattn.errors import EngineClosedError, StepError, wrong
+from graphattn.inputs import InputRing, PromptRing, StepInputs
+from graphattn.models import adapt
+from graphattn.models.contract import StepModel
+from graphattn.pages import page_bytes
+from graphattn.report import BucketReport, EngineReport, Stats
+from graphattn.request import (
+    Completion,
+    Event,
+    FinishReason,
+    Request,
+    SamplingParams,
+    new_request,
+)
+from graphattn.ring import OutputRing
+from graphattn.scheduler import Scheduler
+from graphattn.sizing import Options, resolve
+from graphattn.step import StepMemory, step_program
+from graphattn.stream import CudaStream, Stream, open_stream
+
+if TYPE_CHECKING:
+    from graphattn._capture.audit import AuditReport
+
+Progress = Callable[[str, int, int], None]
+
+
+def capture(
+    model: object,
+    max_batch: int,
+    *,
+    max_seq_len: int | None = None,
+    max_tokens: int | None = None,
+    page_size: int = 64,
+    num_pages: int | None = None,
+    memory_budget: int | None = None,
+    buckets: Sequence[int] | None = None,
+    backend: str = "auto",
+    run_ahead: int = 2,
+    max_queue: int = 4096,
+    prepack: bool = True,
+    progress: bool | Progress = False,
+) -> Engine:
+    """Capture the whole decode step of `model` as one graph per bucket.
+
+    Args:
+        model: a transformers causal LM, or a model that meets
+            `graphattn.models.contract.StepModel`; in eval mode. It is not changed.
+        max_batch: requests that run at once (slots).
+        max_seq_len: tokens of one request, prompt and output. Default: the model's maximum,
+            reduced to what fits in the pages, which the report then says.
+        max_tokens: token places of a step that holds prefill rows. Default 512 on a CPU, 2,048
+            on a GPU.
+        page_size: KV positions of a page, a power of two.
+        num_pages: pages of KV over all requests. Default: what `memory_budget` holds.
+        memory_budget: bytes of KV pages. Default: 2 GiB on a CPU (committed as it is written),
+            85 % of the free memory on a GPU; never more than all slots can use.
+        buckets: row counts for which a decode graph is captured, ascending, ending with
+            `max_batch`. Default: powers of two.
+        backend: "cuda", "host" (record and replay on a CPU), "eager" (no graph), or "auto".
+        run_ahead: steps that may be launched before their results are read, 1 to 4.
+        max_queue: requests that may wait for a slot.
+        prepack: host backend, float32: pack the weights of linears for the CPU. Costs a second
+            copy of them; weights updated in place are packed anew.
+        progress: True for lines on stderr, or a callable (bucket name, done, total).
+
+    Raises:
+        ConfigError: a wrong argument. UnsupportedModelError: the model cannot be served.
+    """
+    step_model = adapt(model)
+    if getattr(model, "training", False):
+        raise wrong("model", "a model in eval mode", "training mode", "Call model.eval() first.")
+    config = resolve(
+        Options(
+            max_batch=max_batch,
+            max_seq_len=max_seq_len,
+            max_tokens=max_tokens,
+            page_size=page_size,
+            num_pages=num_pages,
+            memory_budget=memory_budget,
+            buckets=buckets,
+            backend=backend,
+            run_ahead=run_ahead,
+            max_queue=max_queue,
+            prepack=prepack,
+        ),
+        step_model,
+    )
+    return Engine(step_model, config, open_stream(config.device), _reporter(progress))
+
+
+class Engine:
+    """Serves requests by replaying captured steps. Made by `capture`. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        config: EngineConfig,
+        stream: Stream,
+        progress: Progress | None = None,
+    ) -> None:
+        self.config = config
+        bounds, device = config.bounds, config.device
+        self._model = model
+        self._stream = stream
+        self._memory = StepMemory(model, bounds, kv_dtype=config.kv_dtype, device=device)
+        self._programs = {
+            bucket: step_program(model, self._memory, bucket) for bucket in config.buckets
+        }
+        self._inputs = InputRing(bounds, device, steps_in_flight=config.run_ahead)
+        self._prompts = PromptRing(bounds, device, prompts_in_flight=bounds.max_batch)
+        self._outputs = OutputRing(bounds, device, steps_in_flight=config.run_ahead)
+        self._scheduler = Scheduler(
+            bounds, max_queue=config.max_queue, prompts_fit=self._prompts.has_room
+        )
+        self._events: deque[Event] = deque()
+        self._replays = dict.fromkeys(config.buckets, 0)
+        self._steps = self._emitted = self._submitted = self._finished = 0
+        self._closed: str | None = None
+        started = time.perf_counter()
+        self._graphs = self._capture(progress)
+        self._capture_seconds = time.perf_counter() - started
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return not self._scheduler.idle
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool | None = None,
+    ) -> Request:
+        """Queue a request; its fields can be given as `SamplingParams` or as keywords.
+
+        Raises `RequestError` when it can never be served, `QueueFullError` at the queue's bound,
+        `EngineClosedError`. After an error nothing has changed.
+        """
+        self._check_open()
+        params = _params(params, max_new_tokens, stop_token_ids, ignore_eos)
+        request = self._new_request(token_ids, params, 0)
+        self._scheduler.submit(request)
+        self._submitted += 1
+        return request
+
+    def step(self) -> bool:
+        """Launch one step, if there is something to do and fewer than `run_ahead` are unread.
+
+        Never waits for the device. Returns whether a step was launched.
+
+        Raises `StepError` when the launch failed; the engine is then closed and every request
+        has ended with that error.
+        """
+        self._check_open()
+        self._read_landed()
+        if not self._outputs.has_room:
+            return False
+        inputs = self._scheduler.plan()
+        if inputs is None:
+            return False
+        bucket = self.config.buckets.smallest(inputs.tokens, mixed=inputs.mixed)
+        try:
+            self._launch(inputs, bucket)
+        except Exception as error:
+            reason = f"step {self._steps} ({bucket.name}) failed: {type(error).__name__}: {error}"
+            self._end(reason, FinishReason.ERROR)
+            raise StepError(f"{reason}. The engine is closed.") from error
+        self._replays[bucket] += 1
+        self._steps += 1
+        return True
+
+    def poll(self) -> list[Event]:
+        """Everything that has landed since the last call, in order. Never waits.
+
+        After `close` it still returns the events that were not handed out.
+        """
+        if self._closed is None:
+            self._read_landed()
+        events = list(self._events)
+        self._events.clear()
+        return events
+
+    def generate(
+        self,
+        prompts: Iterable[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool | None = None,
+    ) -> list[Completion]:
+        """Serve `prompts` to the end; completions in the order of the prompts.
+
+        All prompts are checked before the first is queued. More prompts than the queue holds are
+        fed as it empties. Other requests run on beside them; their events wait for `poll`.
+        """
+        self._check_open()
+        params = _params(params, max_new_tokens, stop_token_ids, ignore_eos)
+        requests = [self._new_request(p, params, i) for i, p in enumerate(prompts)]
+        pending = deque(requests)
+        while not all(request.finished for request in requests):
+            while pending and self._scheduler.waiting < self.config.max_queue:
+                self._scheduler.submit(pending.popleft())
+                self._submitted += 1
+            if not self.step():
+                self._outputs.wait()
+            self._read_landed()
+        own = set(map(id, requests))
+        self._events = deque(e for e in self._events if id(e.request) not in own)
+        return [_completion(request) for request in requests]
+
+    def cancel(self, request: Request) -> bool:
+        """End a request now; False when it had ended already."""
+        self._check_open()
+        event = self._scheduler.cancel(request)
+        if event is None:
+            return False
+        self._report_event(event)
+        return True
+
+    def stats(self) -> Stats:
+        """Counters since capture, and the state of the moment."""
+        scheduler = self._scheduler
+        return Stats(
+            steps=self._steps,
+            graph_hits=sum(self._replays.values()),
+            fallbacks=self._steps - sum(self._replays.values()),
+            in_flight=self._outputs.in_flight,
+            tokens_emitted=self._emitted,
+            requests_submitted=self._submitted,
+            requests_finished=self._finished,
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            pages_free=scheduler.pages.free,
+            pages_taken=scheduler.pages.taken,
+            events_pending=len(self._events),
+        )
+
+    def report(self) -> EngineReport:
+        """What was captured and what it costs; `print(engine.report())` gives a table."""
+        bounds, memory = self.config.bounds, self._memory
+        per_page = page_bytes(self._model.attention_layers, bounds.page_size, self.config.kv_dtype)
+        return EngineReport(
+            backend=self.config.backend,
+            device=str(self.config.device),
+            max_batch=bounds.max_batch,
+            max_seq_len=bounds.max_seq_len,
+            max_tokens=bounds.max_tokens,
+            page_size=bounds.page_size,
+            num_pages=bounds.num_pages,
+            kv_bytes=memory.pools.num_bytes,
+            kv_bytes_per_token=per_page // bounds.page_size,
+            state_bytes=sum(t.numel() * t.itemsize for t in memory.tensors().values()),
+            capture_seconds=self._capture_seconds,
+            buckets=tuple(self._bucket_report(bucket) for bucket in sorted(self._graphs)),
+            notes=self.config.notes,
+        )
+
+    def audit(self) -> AuditReport:
+        """Run the largest decode and mixed step on a fake CUDA device and list what would break a
+        CUDA graph: host reads, data-dependent shapes, copies between host and device."""
+        from graphattn._capture.audit import audit
+
+        self._check_open()
+        buckets = self.config.buckets
+        programs = [self._programs[group[-1]] for group in (buckets.decode, buckets.mixed)]
+        return audit(lambda: [program() for program in programs])
+
+    def close(self) -> None:
+        """End every request as cancelled and free the graphs. Idempotent."""
+        if self._closed is None:
+            self._end("the engine was closed by its owner", FinishReason.CANCELLED)
+
+    def __enter__(self) -> Self:
+        """The engine itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()
+
+    def _capture(self, progress: Progress | None) -> dict[Bucket, Graph]:
+        """Capture on idle inputs: all rows are padding, so no slot, page or token changes."""
+        by_name = {bucket.name: bucket for bucket in self._programs}
+        pools = self._memory.pools.tensors()
+        graphs = capture_family(
+            {bucket.name: program for bucket, program in self._programs.items()},
+            backend=self.config.backend,
+            device=self.config.device,
+            stream=self._stream.cuda if isinstance(self._stream, CudaStream) else None,
+            weights=_weights(self._model) if self.config.prepack else {},
+            prepack=self.config.prepack,
+            untouched=tuple(pools.values()),
+            progress=progress,
+        )
+        return {by_name[name]: graph for name, graph in graphs.items()}
+
+    def _launch(self, inputs: StepInputs, bucket: Bucket) -> None:
+        """One copy in, the prompts of admitted slots, one replay, one copy out."""
+        with nvtx_ranges.scope(f"replay.{bucket.name}"):
+            history = self._memory.state.history
+            for admission in inputs.admissions:
+                self._prompts.send(admission.tokens, history[admission.slot], self._stream)
+            self._inputs.send(inputs, self._memory.inputs, self._stream)
+            self._stream.submit(self._graphs[bucket].replay)
+            self._outputs.receive(self._steps, self._memory.output, self._stream)
+
+    def _read_landed(self) -> None:
+        for result in self._outputs.landed():
+            for event in self._scheduler.read(result):
+                self._report_event(event)
+
+    def _report_event(self, event: Event) -> None:
+        self._events.append(event)
+        self._emitted += len(event.token_ids)
+        self._finished += event.finished
+
+    def _end(self, reason: str, finish: FinishReason) -> None:
+        """Close: give every request a definite end, then free the graphs."""
+        self._closed = reason
+        for request in self._scheduler.requests():
+            self._scheduler.cancel(request)
+            request.finish_reason, request.error = finish, reason
+            self._report_event(Event(request, (), True, finish, reason))
+        self._stream.mark().wait()
+        for graph in self._graphs.values():
+            graph.close()
+
+    def _check_open(self) -> None:
+        if self._closed is not None:
+            raise EngineClosedError(f"{self._closed}; capture a new one")
+
+    def _new_request(
+        self, token_ids: Sequence[int], params: SamplingParams, offset: int
+    ) -> Request:
+        return new_request(
+            self._submitted + offset,
+            token_ids,
+            params,
+            self.config.bounds,
+            self._model.eos_token_ids,
+        )
+
+    def _bucket_report(self, bucket: Bucket) -> BucketReport:
+        info = self._graphs[bucket].info
+        return BucketReport(
+            name=bucket.name,
+            tokens=bucket.tokens,
+            nodes=info.node_count,
+            capture_seconds=info.capture_seconds,
+            memory_bytes=info.memory_bytes,
+            replays=self._replays[bucket],
+        )
+
+
+def _params(
+    params: SamplingParams | None,
+    max_new_tokens: int | None,
+    stop_token_ids: Sequence[int] | None,
+    ignore_eos: bool | None,
+) -> SamplingParams:
+    given = {
+        name: value
+        for name, value in (
+            ("max_new_tokens", max_new_tokens),
+            ("stop_token_ids", stop_token_ids),
+            ("ignore_eos", ignore_eos),
+        )
+        if value is not None
+    }
+    if params is None:
+        return SamplingParams(**given)  # type: ignore[arg-type]
+    if not isinstance(params, SamplingParams):
+        raise wrong("params", "SamplingParams", params, "Pass graphattn.SamplingParams(...).")
+    if given:
+        raise wrong(
+            "params",
+            "SamplingParams or keywords, not both",
+            f"both params and {', '.join(given)}",
+            "Put the keywords into SamplingParams.",
+        )
+    return params
+
+
+def _completion(request: Request) -> Completion:
+    assert request.finish_reason is not None
+    return Completion(
+        request.prompt, tuple(request.token_ids), request.finish_reason, request.error
+    )
+
+
+def _weights(model: StepModel) -> dict[str, torch.Tensor]:
+    """Parameters that stay in place, by name."""
+    module = getattr(model, "module", model)
+    return dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
+
+
+def _reporter(progress: bool | Progress) -> Progress | None:
+    if callable(progress):
+        return progress
+    if not isinstance(progress, bool):
+        raise wrong("progress", "True, False or a callable", progress, "Pass a bool.")
+    return _print_progress if progress else None
+
+
+def _print_progress(name: str, done: int, total: int) -> None:
+    print(f"capturing {name}: {done}/{total}", file=sys.stderr, flush=True)

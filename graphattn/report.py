@@ -1,0 +1,99 @@
+"""What an engine says of itself: counters while it runs, and what its capture made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since capture, and the state of the moment."""
+
+    steps: int  # launched
+    graph_hits: int  # steps that were a replay
+    fallbacks: int  # steps that had to run without their graph
+    in_flight: int  # launched and unread
+    tokens_emitted: int  # read from the output ring
+    requests_submitted: int
+    requests_finished: int  # including cancelled ones
+    running: int
+    waiting: int
+    pages_free: int
+    pages_taken: int
+    events_pending: int  # waiting for poll()
+
+
+@dataclass(frozen=True, slots=True)
+class BucketReport:
+    """One captured graph."""
+
+    name: str
+    tokens: int  # token places
+    nodes: int
+    capture_seconds: float
+    memory_bytes: int  # that its capture added
+    replays: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """What was captured and what it costs. `str()` gives a table."""
+
+    backend: str
+    device: str
+    max_batch: int
+    max_seq_len: int
+    max_tokens: int
+    page_size: int
+    num_pages: int
+    kv_bytes: int  # all pages
+    kv_bytes_per_token: int
+    state_bytes: int  # slot state, metadata, workspaces, input and output blocks
+    capture_seconds: float
+    buckets: tuple[BucketReport, ...]
+    notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The report as text, a line per bucket."""
+        head = [
+            f"graphattn engine: backend {self.backend} on {self.device}, "
+            f"{self.max_batch} slots, sequences up to {self.max_seq_len}, "
+            f"steps up to {self.max_tokens} tokens",
+            f"KV: {self.num_pages} pages of {self.page_size}, {_size(self.kv_bytes)}, "
+            f"{_size(self.kv_bytes_per_token)} per token; "
+            f"state and metadata {_size(self.state_bytes)}",
+        ]
+        rows = [("bucket", "tokens", "nodes", "capture s", "memory", "replays")]
+        rows += [
+            (
+                b.name,
+                str(b.tokens),
+                str(b.nodes),
+                f"{b.capture_seconds:.2f}",
+                _size(b.memory_bytes),
+                str(b.replays),
+            )
+            for b in self.buckets
+        ]
+        total = f"captured {len(self.buckets)} graphs in {self.capture_seconds:.1f} s"
+        return "\n".join([*head, *_table(rows), total, *self.notes])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.2f} GiB"

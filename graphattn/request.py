@@ -1,0 +1,169 @@
+"""Requests and what is reported of them: plain host objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from graphattn.bounds import Bounds
+from graphattn.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a request's tokens are chosen and when it ends.
+
+    `max_new_tokens`  tokens to emit at most; the request also ends at the engine's max_seq_len
+    `stop_token_ids`  tokens that end it, besides the model's own end-of-sequence tokens
+    `ignore_eos`      do not stop at the model's end-of-sequence tokens
+    """
+
+    max_new_tokens: int = 128
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
+            raise _bad(
+                "max_new_tokens",
+                "an integer >= 1",
+                self.max_new_tokens,
+                "Ask for one token or more.",
+            )
+        if isinstance(self.stop_token_ids, str) or not all(map(_is_int, self.stop_token_ids)):
+            raise _bad(
+                "stop_token_ids", "token ids", self.stop_token_ids, "Encode stop words first."
+            )
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # a stop token, which is the last of its tokens
+    LENGTH = "length"  # max_new_tokens, or the engine's max_seq_len
+    ERROR = "error"  # its logits held a NaN; `Event.error` says so
+    CANCELLED = "cancelled"  # by the caller, or because the engine was closed
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """A submitted request; compare by identity.
+
+    `token_ids` are the emitted tokens that have been read so far.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop_len: int  # total length at which it ends
+    stop_tokens: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has ended; nothing is emitted afterwards."""
+        return self.finish_reason is not None
+
+    def __repr__(self) -> str:
+        state = self.finish_reason.value if self.finish_reason else "running"
+        return (
+            f"Request({self.id}, prompt {len(self.prompt)}, emitted {len(self.token_ids)}, {state})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """News of one request: tokens that have landed, and whether it ended with them."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    finished: bool = False
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request."""
+
+    prompt: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    error: str | None = None
+
+
+def new_request(
+    request_id: int,
+    token_ids: Sequence[int],
+    params: SamplingParams,
+    bounds: Bounds,
+    eos_token_ids: tuple[int, ...],
+) -> Request:
+    """Check a request against the bounds.
+
+    Raises `RequestError` for an empty prompt, one that leaves no room for a token, a token id
+    outside the vocabulary, too many stop tokens, or more pages than the engine has.
+    """
+    prompt = _checked_prompt(token_ids, bounds)
+    eos = () if params.ignore_eos else eos_token_ids
+    stop_tokens = tuple(dict.fromkeys((*eos, *params.stop_token_ids)))
+    if len(stop_tokens) > bounds.max_stop_tokens:
+        raise _bad(
+            "stop_token_ids",
+            f"at most {bounds.max_stop_tokens} stop tokens with the model's own {len(eos)}",
+            len(stop_tokens),
+            "Drop some.",
+        )
+    for token in stop_tokens:
+        _check_token("stop_token_ids", token, bounds)
+    stop_len = min(len(prompt) + params.max_new_tokens, bounds.max_seq_len)
+    if (pages := bounds.pages_for(bounds.max_kv_len(stop_len))) > bounds.num_pages:
+        raise _bad(
+            "token_ids",
+            f"a request that fits in the engine's {bounds.num_pages} pages",
+            f"{stop_len} tokens in {pages} pages",
+            "Ask for fewer tokens, or capture with a larger num_pages or memory_budget.",
+        )
+    return Request(request_id, prompt, params, stop_len, stop_tokens)
+
+
+def _checked_prompt(token_ids: Sequence[int], bounds: Bounds) -> tuple[int, ...]:
+    if isinstance(token_ids, str) or not hasattr(token_ids, "__len__"):
+        raise _bad("token_ids", "a sequence of token ids", token_ids, "Encode the prompt first.")
+    if hasattr(token_ids, "tolist"):  # numpy arrays and CPU tensors
+        token_ids = token_ids.tolist()
+    if not token_ids:
+        raise _bad("token_ids", "at least one token", "an empty prompt", "Add a start token.")
+    if len(token_ids) >= bounds.max_seq_len:
+        raise _bad(
+            "token_ids",
+            f"fewer than max_seq_len = {bounds.max_seq_len} tokens, to leave room for one more",
+            f"{len(token_ids)} tokens",
+            "Shorten the prompt or capture with a larger max_seq_len.",
+        )
+    for token in token_ids:
+        _check_token("token_ids", token, bounds)
+    return tuple(map(int, token_ids))
+
+
+def _check_token(name: str, token: object, bounds: Bounds) -> None:
+    if not _is_int(token) or not 0 <= token < bounds.vocab_size:  # type: ignore[operator]
+        raise _bad(
+            name,
+            f"integers in 0..{bounds.vocab_size - 1}",
+            token,
+            "Use the tokenizer of this model.",
+        )
+
+
+def _is_int(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def _bad(argument: str, wanted: str, got: object, fix: str) -> RequestError:
+    shown = repr(got)
+    return RequestError(f"{argument}: wanted {wanted}, got {shown[:200]}. {fix}")

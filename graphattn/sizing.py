@@ -1,0 +1,122 @@
+"""From what the caller asked for to an `EngineConfig`: every bound, and the choices made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphattn.attention import check_layers
+from graphattn.bounds import Bounds, ceil_div
+from graphattn.config import (
+    CPU_MEMORY_BUDGET,
+    MAX_TOKENS_DEFAULT,
+    EngineConfig,
+    fit_seq_len,
+    pages_in,
+    resolve_backend,
+    resolve_buckets,
+)
+from graphattn.errors import UnsupportedModelError, wrong
+from graphattn.models.contract import StepModel
+from graphattn.pages import page_bytes
+
+GPU_MEMORY_SHARE = 0.85  # of the free memory for KV pages; the rest is for activations and graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The arguments of `graphattn.capture`, unchecked."""
+
+    max_batch: int
+    max_seq_len: int | None
+    max_tokens: int | None
+    page_size: int
+    num_pages: int | None
+    memory_budget: int | None
+    buckets: Sequence[int] | None
+    backend: str
+    run_ahead: int
+    max_queue: int
+    prepack: bool
+
+
+def resolve(options: Options, model: StepModel) -> EngineConfig:
+    """Check every option and fix every bound.
+
+    Raises `ConfigError` or `UnsupportedModelError`; nothing was allocated.
+    """
+    device, layers = model.device, model.attention_layers
+    backend = resolve_backend(options.backend, device)
+    check_layers(layers)
+    if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UnsupportedModelError(
+            f"model: wanted float32, bfloat16 or float16 weights, got {model.dtype}. "
+            "Load it with one of these dtypes."
+        )
+    max_batch = _count("max_batch", options.max_batch, "the number of requests to run at once")
+    page_size = _count("page_size", options.page_size, "a power of two such as 64")
+    if page_size & (page_size - 1):
+        raise wrong("page_size", "a power of two", page_size, "Use 16, 32, 64 or 128.")
+    run_ahead = _count("run_ahead", options.run_ahead, "1 to 4", at_most=4)
+    max_queue = _count("max_queue", options.max_queue, "the number of requests that may wait")
+    for name in ("prepack",):
+        if not isinstance(getattr(options, name), bool):
+            raise wrong(name, "True or False", getattr(options, name), "Pass a bool.")
+    pages = _num_pages(options, page_bytes(layers, page_size, model.dtype), device)
+    max_seq_len, note = fit_seq_len(model.max_seq_len, options.max_seq_len, pages * page_size)
+    if options.num_pages is None:  # more pages than all slots can use are waste
+        pages = min(pages, max_batch * ceil_div(max_seq_len, page_size))
+    bounds = Bounds(
+        max_batch=max_batch,
+        max_seq_len=max_seq_len,
+        max_tokens=_max_tokens(options, max_batch, max_seq_len, device),
+        page_size=page_size,
+        num_pages=pages,
+        vocab_size=model.vocab_size,
+    )
+    return EngineConfig(
+        bounds=bounds,
+        buckets=resolve_buckets(bounds, options.buckets),
+        backend=backend,
+        device=device,
+        kv_dtype=model.dtype,
+        run_ahead=run_ahead,
+        max_queue=max_queue,
+        prepack=options.prepack and backend == "host" and model.dtype == torch.float32,
+        notes=(note,) if note else (),
+    )
+
+
+def _max_tokens(options: Options, max_batch: int, max_seq_len: int, device: torch.device) -> int:
+    """As asked; by default the device's, and no more than all slots' sequences together."""
+    if options.max_tokens is not None:
+        return _count("max_tokens", options.max_tokens, "the token places of a mixed step")
+    return max(max_batch, min(MAX_TOKENS_DEFAULT[device.type], max_batch * max_seq_len))
+
+
+def _num_pages(options: Options, bytes_per_page: int, device: torch.device) -> int:
+    if options.num_pages is not None:
+        if options.memory_budget is not None:
+            raise wrong(
+                "memory_budget",
+                "nothing when num_pages is given",
+                options.memory_budget,
+                "Pass one of the two.",
+            )
+        return _count("num_pages", options.num_pages, "pages of KV over all requests")
+    if options.memory_budget is not None:
+        return pages_in(options.memory_budget, bytes_per_page)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return pages_in(int(free * GPU_MEMORY_SHARE), bytes_per_page)
+    return pages_in(CPU_MEMORY_BUDGET, bytes_per_page)
+
+
+def _count(name: str, value: object, what: str, *, at_most: int | None = None) -> int:
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not good or (at_most is not None and value > at_most):  # type: ignore[operator]
+        upper = "" if at_most is None else f", at most {at_most}"
+        raise wrong(name, f"an integer >= 1{upper}", value, f"Pass {what}.")
+    return value  # type: ignore[return-value]
