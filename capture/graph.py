@@ -1,0 +1,134 @@
+"""The graph protocol: what a captured program is, whatever captured it.
+
+    NEW --capture()--> CAPTURING --> READY --replay()--> READY
+     |                     |           |
+     +------close()--------+-----------+--> CLOSED      (a failed capture closes the graph)
+
+A graph replays the device work of one program over the memory that the program used while it
+was captured. The host code of the program never runs again: what it read from Python then is
+frozen, what it reads from tensors is read anew in each replay.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeVar
+
+from .errors import GraphStateError
+
+T = TypeVar("T")
+
+
+class GraphState(Enum):
+    """States of a graph, in the order in which it passes through them."""
+
+    NEW = "new"
+    CAPTURING = "capturing"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInfo:
+    """What a captured graph is made of.
+
+    `node_count` is the number of launched operations, `kinds` their number by kind,
+    `capture_seconds` the wall time of the capture, `memory_bytes` the memory by which the
+    capture of this graph has made the process grow (pool or arena, outputs, executable graph).
+    """
+
+    node_count: int
+    capture_seconds: float
+    memory_bytes: int
+    kinds: Mapping[str, int] = field(default_factory=dict)
+
+
+class Graph(ABC):
+    """One captured program.
+
+    Not thread-safe; graphs that share a pool or an arena must not be replayed at the same time,
+    and a replay overwrites the intermediates (not the outputs) of the others.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = GraphState.NEW
+        self._capture_seconds = 0.0
+
+    def capture(self, fn: Callable[[], T]) -> T:
+        """Capture `fn` and return its outputs, whose contents are undefined until a replay.
+
+        The tensors that `fn` returns, or keeps elsewhere, stay at their addresses and are
+        rewritten by every replay. Memory that existed before, random states and Python's garbage
+        collection are the same afterwards as before, whether the capture succeeds or raises.
+        Raises `RefusedError` for what a graph cannot hold; the graph is then closed.
+        """
+        self._require(GraphState.NEW, "capture")
+        self.state = GraphState.CAPTURING
+        started = time.perf_counter()
+        try:
+            with gc_paused():
+                outputs = self._capture(fn)
+        except BaseException:
+            self.close()
+            raise
+        self._capture_seconds = time.perf_counter() - started
+        self.state = GraphState.READY
+        return outputs
+
+    def replay(self) -> None:
+        """Run the captured work once. On CUDA this enqueues it and returns."""
+        if self.state is not GraphState.READY:
+            self._require(GraphState.READY, "replay")
+        self._replay()
+
+    def close(self) -> None:
+        """Release the graph and what it keeps alive. Calling it again does nothing."""
+        if self.state is not GraphState.CLOSED:
+            self.state = GraphState.CLOSED
+            self._close()
+
+    @property
+    @abstractmethod
+    def info(self) -> GraphInfo:
+        """What the graph is made of. Raises `GraphStateError` unless it is ready."""
+
+    @abstractmethod
+    def _capture(self, fn: Callable[[], T]) -> T: ...
+
+    @abstractmethod
+    def _replay(self) -> None: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    def _require(self, state: GraphState, verb: str) -> None:
+        if self.state is not state:
+            raise GraphStateError(
+                f"graph {self.name!r}: {verb} needs a graph that is {state.value}, "
+                f"this one is {self.state.value}."
+            )
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Collect garbage, then keep the collector off; its former state returns in any case.
+
+    A collection in the middle of a capture may destroy another graph or unload a module, both
+    of which are calls that invalidate the capture.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

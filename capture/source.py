@@ -1,0 +1,56 @@
+"""Where in the caller's code an operation was called."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from dataclasses import dataclass
+from types import FrameType
+
+import torch
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_HERE = os.path.dirname(__file__) + os.sep
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the caller's code."""
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def source(self) -> str:
+        """Text of the line, stripped; empty when the file cannot be read."""
+        return linecache.getline(self.file, self.line).strip()
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}: {self.source}"
+
+
+def user_place() -> Place:
+    """Innermost line on the stack that belongs neither to torch nor to this folder."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not code.co_filename.startswith((_TORCH, _HERE)):
+            return Place(code.co_filename, frame.f_lineno, code.co_qualname)
+        frame = frame.f_back
+    return Place("<unknown>", 0, "<unknown>")
+
+
+def called_by_library() -> bool:
+    """Whether the code that called a torch function is torch's or this folder's own.
+
+    Looks past the frames of the override machinery and of the function itself.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(_MACHINERY):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE))
+
+
+_MACHINERY = (os.path.join("torch", "overrides.py"), os.path.join("torch", "_tensor.py"))
