@@ -47,10 +47,8 @@ _TILE_INTEGERS = [
     "q_head",
     "k_page",
     "k_head",
-    "k_entry",
     "v_page",
     "v_head",
-    "v_entry",
     "table_slot",
     "query_places",
 ]
@@ -78,12 +76,12 @@ def _attend_range(
     v_ptr,
     table_ptr,
     k_page,
-    k_entry,
     v_page,
-    v_entry,
     scale,
     softcap,
     STRIDE_UNIT: tl.constexpr,
+    K_ENTRY: tl.constexpr,
+    V_ENTRY: tl.constexpr,
     D: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -95,24 +93,31 @@ def _attend_range(
     """Unnormalised attention of the tile over [lo, hi): sum of p v, sum of p, maximum (base 2)."""
     D_PADDED: tl.constexpr = b_q.shape[1]
     o_d = tl.arange(0, D_PADDED)
+    o_block = tl.arange(0, BLOCK_N)
     b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
     for n in range(lo // BLOCK_N * BLOCK_N, hi, BLOCK_N):
-        o_n = n + tl.arange(0, BLOCK_N)
+        o_n = n + o_block
         m_n = (o_n >= lo) & (o_n < hi)
         if PAGE_SIZE % BLOCK_N == 0:  # the block lies in one page, and some of it is visible
             page = tl.load(table_ptr + n // PAGE_SIZE).to(tl.int64)
-            o_entry = (n % PAGE_SIZE + tl.arange(0, BLOCK_N)).to(tl.int64)
+            first = n % PAGE_SIZE
+            p_k = k_ptr + page * k_page * STRIDE_UNIT + first.to(tl.int64) * K_ENTRY
+            p_v = v_ptr + page * v_page * STRIDE_UNIT + first.to(tl.int64) * V_ENTRY
+            o_k = o_block.to(tl.int64) * K_ENTRY
+            o_v = o_block.to(tl.int64) * V_ENTRY
         else:
             page = tl.load(table_ptr + o_n // PAGE_SIZE, mask=m_n, other=0).to(tl.int64)
+            p_k = k_ptr
+            p_v = v_ptr
             o_entry = (o_n % PAGE_SIZE).to(tl.int64)
-        o_k = (page * k_page + o_entry * k_entry) * STRIDE_UNIT
-        o_v = (page * v_page + o_entry * v_entry) * STRIDE_UNIT
+            o_k = page * k_page * STRIDE_UNIT + o_entry * K_ENTRY
+            o_v = page * v_page * STRIDE_UNIT + o_entry * V_ENTRY
         m_k = m_n[None, :] & (o_d < D)[:, None]
         m_v = m_n[:, None] & (o_d < D)[None, :]
-        b_k = tl.load(k_ptr + o_k[None, :] + o_d[:, None], mask=m_k, other=0.0)  # [D, N]
-        b_v = tl.load(v_ptr + o_v[:, None] + o_d[None, :], mask=m_v, other=0.0)  # [N, D]
+        b_k = tl.load(p_k + o_k[None, :] + o_d[:, None], mask=m_k, other=0.0)  # [D, N]
+        b_v = tl.load(p_v + o_v[:, None] + o_d[None, :], mask=m_v, other=0.0)  # [N, D]
         if WIDEN:
             b_k = b_k.to(tl.float32)
             b_v = b_v.to(tl.float32)
@@ -175,14 +180,14 @@ def _decode_kernel(
     q_head,
     k_page,
     k_head,
-    k_entry,
     v_page,
     v_head,
-    v_entry,
     table_slot,
     query_places,
     max_splits,
     STRIDE_UNIT: tl.constexpr,
+    K_ENTRY: tl.constexpr,
+    V_ENTRY: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -236,12 +241,12 @@ def _decode_kernel(
             v_pool_ptr + kv_head.to(tl.int64) * v_head * STRIDE_UNIT,
             page_table_ptr + slot * table_slot,
             k_page,
-            k_entry,
             v_page,
-            v_entry,
             scale,
             softcap,
             STRIDE_UNIT,
+            K_ENTRY,
+            V_ENTRY,
             D,
             PAGE_SIZE,
             BLOCK_M,
@@ -348,13 +353,13 @@ def _prefill_kernel(
     q_head,
     k_page,
     k_head,
-    k_entry,
     v_page,
     v_head,
-    v_entry,
     table_slot,
     query_places,
     STRIDE_UNIT: tl.constexpr,
+    K_ENTRY: tl.constexpr,
+    V_ENTRY: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -404,12 +409,12 @@ def _prefill_kernel(
             v_pool_ptr + kv_head.to(tl.int64) * v_head * STRIDE_UNIT,
             page_table_ptr + slot * table_slot,
             k_page,
-            k_entry,
             v_page,
-            v_entry,
             scale,
             softcap,
             STRIDE_UNIT,
+            K_ENTRY,
+            V_ENTRY,
             D,
             PAGE_SIZE,
             BLOCK_M,
@@ -499,11 +504,17 @@ def attend(
         page_size=shape.page_size,
         dtype=q.dtype,
     )
-    strides = (*q.stride()[:2], *k_pool.stride()[:3], *v_pool.stride()[:3])
+    strides = (*q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2])
     unit = stride_unit(strides)
     inputs = (q, k_pool, v_pool, page_table, slot_of_row, query_start, visible_start, visible_end)
     scalars = (scale, softcap, *(x // unit for x in strides), page_table.stride(0))
-    constants = {"STRIDE_UNIT": unit, "SOFTCAP": softcap > 0, **shape.constants(q.dtype)}
+    constants = {
+        "STRIDE_UNIT": unit,
+        "K_ENTRY": k_pool.stride(2),
+        "V_ENTRY": v_pool.stride(2),
+        "SOFTCAP": softcap > 0,
+        **shape.constants(q.dtype),
+    }
 
     decode = (*inputs, row_begin, row_end, row_chunk, decode_items, decode_count)
     _launch(
