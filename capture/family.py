@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .arena import Arena
+from .cuda import CudaGraph
 from .eager import EagerGraph
 from .errors import CaptureError
 from .graph import Graph, gc_paused
@@ -46,10 +49,10 @@ def capture_family(
     make = _backend(backend, device=device, stream=stream, untouched=tuple(untouched))
     try:
         with gc_paused(), random_state_preserved(device):
-            _warm(programs, backend=backend, untouched=untouched)
+            _warm(programs, backend=backend, stream=stream, untouched=untouched)
             for name, program in programs.items():
                 graphs[name] = make(name)
-                with _named(name):
+                with named(name):
                     graphs[name].capture(program)
                 if progress is not None:
                     progress(name, len(graphs), len(programs))
@@ -72,32 +75,71 @@ def _backend(
         return lambda name: HostGraph(name, arena=arena, untouched=untouched)
     if backend == "eager":
         return lambda name: EagerGraph(name, device=device, untouched=untouched)
+    if backend == "cuda":
+        if stream is None:
+            raise ValueError("stream: wanted a torch.cuda.Stream for backend='cuda', got None.")
+        pool = torch.cuda.graph_pool_handle()
+        return lambda name: CudaGraph(name, device=device, stream=stream, pool=pool)
     raise ValueError(f"backend: wanted 'cuda', 'host' or 'eager', got {backend!r}.")
 
 
-def _warm(programs: Mapping[str, Program], *, backend: str, untouched: Sequence[Tensor]) -> None:
-    """Run what the programs do only once (imports, lazily made tables) before any capture.
+WARM_RUNS = 2  # lazily made handles and workspaces at the first, their steady state at the second
 
-    Recording and eager capture run each program anyway, so the last, smallest one is enough.
+
+def _warm(
+    programs: Mapping[str, Program],
+    *,
+    backend: str,
+    stream: torch.cuda.Stream | None,
+    untouched: Sequence[Tensor],
+) -> None:
+    """Run what the programs do only once before any capture: imports, compilation, workspaces.
+
+    On CUDA every program is run, since each may compile kernels of its own and the workspaces
+    must have grown to their largest. Elsewhere a capture runs its program anyway, so the last,
+    smallest one is enough.
     """
-    name, program = next(reversed(programs.items()))
+    if backend == "cuda":
+        with torch.cuda.stream(stream):
+            for name, program in programs.items():
+                with named(name):
+                    _warm_one(program, untouched, runs=WARM_RUNS)
+        torch.cuda.synchronize()
+    else:
+        name, program = next(reversed(programs.items()))
+        with named(name):
+            _warm_one(program, untouched, runs=0)
+
+
+def _warm_one(program: Program, untouched: Sequence[Tensor], *, runs: int) -> None:
+    """One run that notes what is written, then `runs` as they are; memory is put back after each.
+
+    Compiled functions run eagerly in the first, since they cannot be looked into.
+    """
     preserved = Preserved(untouched)
+    with grad_mode(torch.is_inference_mode_enabled()):
+        try:
+            with _not_compiled(), PreserveMode(preserved):
+                program()
+            for _ in range(runs):
+                preserved.restore()
+                program()
+        finally:
+            preserved.restore()
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Run functions of torch.compile eagerly, if there can be any."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextmanager
+def named(program: str) -> Iterator[None]:
+    """Turn any exception into a `CaptureError` that names the program."""
     try:
-        with _named(name), grad_mode(torch.is_inference_mode_enabled()), PreserveMode(preserved):
-            program()
-    finally:
-        preserved.restore()
-
-
-class _named:
-    """Turns any exception into a `CaptureError` that names the program."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            raise CaptureError(f"program {self._name!r}: {error}") from error
+        yield
+    except Exception as error:
+        raise CaptureError(f"program {program!r}: {error}") from error

@@ -104,9 +104,13 @@ def record(
     preserved = Preserved(untouched)
     recorder = _Recorder(preserved)
     try:
-        with random_state_preserved(torch.device("cpu")), grad_mode(inference):
-            with _FunctionGuard(recorder), recorder:
-                outputs = fn()
+        with (
+            random_state_preserved(torch.device("cpu")),
+            grad_mode(inference),
+            _FunctionGuard(recorder),
+            recorder,
+        ):
+            outputs = fn()
     finally:
         preserved.restore()
     return outputs, lambda: recorder.finish(inference)

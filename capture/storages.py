@@ -78,7 +78,6 @@ class Preserved:
         """Put every saved storage back, bit for bit."""
         for storage, copy in self._saved.values():
             storage.copy_(copy)
-        self._saved.clear()
 
 
 class PreserveMode(TorchDispatchMode):
