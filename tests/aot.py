@@ -37,7 +37,9 @@ class Job:
     kernel: str
     arch: str
     signature: Mapping[str, str]  # run-time arguments: "*bf16", "*i32", "fp32", ...; the rest "i32"
-    constants: Mapping[str, int | float | bool | str | None]  # every constexpr argument
+    constants: Mapping[
+        str, int | float | bool | str | tuple[int, ...] | None
+    ]  # every constexpr argument
     num_warps: int = 4
     num_stages: int = 3
     unaligned: Sequence[str] = ()  # pointers that need not be 16-byte aligned
@@ -100,7 +102,9 @@ def _compile(job: Job) -> Compiled:
         for i, name in enumerate(names)
         if signature[name].startswith("*") and name not in job.unaligned
     }
-    source = ASTSource(fn=fn, signature=signature, constexprs=dict(job.constants), attrs=attrs)
+    # JSON has no tuples
+    constants = {k: tuple(v) if isinstance(v, list) else v for k, v in job.constants.items()}
+    source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=attrs)
     compiled = triton.compile(
         source,
         target=GPUTarget("cuda", int(job.arch.removeprefix("sm_")), 32),
