@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -100,10 +100,8 @@ class CudaGraph(Graph):
 
     def _abandon(self) -> None:
         """Leave capture mode after an error; what the driver says to that is not the cause."""
-        try:
+        with suppress(RuntimeError):
             self._graph.capture_end()
-        except RuntimeError:
-            pass
 
     def _replay(self) -> None:
         with self._cuda.stream(self._stream):

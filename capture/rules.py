@@ -64,6 +64,22 @@ HOST_DATA = Rule(
     "create the tensor before capture and copy_ into it between replays, or use torch.full, "
     "torch.zeros or torch.arange for constants.",
 )
+COPY_TO_HOST = Rule(
+    Category.COPY_TO_HOST,
+    "copies from the device to the host inside the program",
+    "leave the value on the device, and copy it out after the replay.",
+)
+COPY_TO_DEVICE = Rule(
+    Category.COPY_TO_DEVICE,
+    "copies from the host to the device inside the program: a replay would read the host memory "
+    "of the capture again",
+    "copy into a device tensor before the replay.",
+)
+MIXED_DEVICES = Rule(
+    Category.COPY_TO_DEVICE,
+    "mixes a tensor on the host with tensors on the device",
+    "create the tensor on the device: pass device=.",
+)
 STORAGE = Rule(
     Category.STORAGE,
     "changes or exchanges the storage of a tensor: a graph holds addresses",

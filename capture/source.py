@@ -31,12 +31,17 @@ class Place:
         return f"{self.file}:{self.line} in {self.function}: {self.source}"
 
 
+def is_library(file: str) -> bool:
+    """Whether the file belongs to torch or to this folder."""
+    return file.startswith((_TORCH, _HERE))
+
+
 def user_place() -> Place:
     """Innermost line on the stack that belongs neither to torch nor to this folder."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if not code.co_filename.startswith((_TORCH, _HERE)):
+        if not is_library(code.co_filename):
             return Place(code.co_filename, frame.f_lineno, code.co_qualname)
         frame = frame.f_back
     return Place("<unknown>", 0, "<unknown>")
@@ -50,7 +55,7 @@ def called_by_library() -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.endswith(_MACHINERY):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith((_TORCH, _HERE))
+    return frame is not None and is_library(frame.f_code.co_filename)
 
 
 _MACHINERY = (os.path.join("torch", "overrides.py"), os.path.join("torch", "_tensor.py"))
