@@ -496,6 +496,13 @@ def attend(
         _check(name, tensor, wanted, dtype)
     if sinks is not None:
         _check("sinks", sinks, (heads,), fp32)
+    if (prefill_items is None) != (prefill_count is None):
+        raise ValueError("prefill_items: wanted together with prefill_count, or neither")
+    if prefill_items is not None and prefill_count is not None:
+        _check("prefill_items", prefill_items, (prefill_items.shape[0], 2), int32)
+        _check("prefill_count", prefill_count, (1,), int32)
+    if prefill_block < 1:
+        raise ValueError(f"prefill_block: wanted at least 1, got {prefill_block}")
     tiles = attention_tiles(
         arch_of(q.device),
         head_dim=shape.dim,
@@ -528,12 +535,8 @@ def attend(
         (*merge, tokens, batch, decode_query_len, splits),
         merge_constants(heads, shape.dim, splits),
     )
-    if prefill_items is None or prefill_count is None:
-        if prefill_items is not prefill_count:
-            raise ValueError("prefill_items: wanted together with prefill_count, or neither")
+    if prefill_items is None:
         return
-    _check("prefill_items", prefill_items, (prefill_items.shape[0], 2), int32)
-    _check("prefill_count", prefill_count, (1,), int32)
     _launch(
         _prefill_kernel,
         (*inputs, prefill_items, prefill_count, sinks, out, lse, *scalars, prefill_block),
