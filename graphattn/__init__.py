@@ -1,1 +1,38 @@
 """Static-shape, CUDA-graph-friendly attention runtime: one captured graph per decode step."""
+
+from graphattn.config import Bucket
+from graphattn.engine import Engine, capture
+from graphattn.errors import (
+    ConfigError,
+    EngineClosedError,
+    GraphAttnError,
+    QueueFullError,
+    RequestError,
+    StepError,
+    UnsupportedModelError,
+)
+from graphattn.report import BucketReport, EngineReport, Stats
+from graphattn.request import Completion, Event, FinishReason, Request, SamplingParams
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bucket",
+    "BucketReport",
+    "Completion",
+    "ConfigError",
+    "Engine",
+    "EngineClosedError",
+    "EngineReport",
+    "Event",
+    "FinishReason",
+    "GraphAttnError",
+    "QueueFullError",
+    "Request",
+    "RequestError",
+    "SamplingParams",
+    "Stats",
+    "StepError",
+    "UnsupportedModelError",
+    "capture",
+]

@@ -83,7 +83,9 @@ def test_pages_are_planned_from_the_longest_shard() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 20), st.sampled_from([4, 8, 16]))
-def test_prefix_unit_is_the_smallest_that_fills_pages_on_all_ranks(W: int, I: int, page: int) -> None:
+def test_prefix_unit_is_the_smallest_that_fills_pages_on_all_ranks(
+    W: int, I: int, page: int
+) -> None:
     def fills(n: int) -> bool:
         return all(local_length(n, r, W, I) % page == 0 for r in range(W)) and (
             len({local_length(n, r, W, I) for r in range(W)}) == 1

@@ -12,9 +12,7 @@ from graphattn.ring import OutputBlock, OutputRing, RowResult
 from tests.runtime.lagging_stream import LaggingStream
 
 CPU = torch.device("cpu")
-BOUNDS = Bounds(
-    max_batch=3, max_seq_len=24, max_tokens=8, page_size=4, num_pages=18, vocab_size=10
-)
+BOUNDS = Bounds(max_batch=3, max_seq_len=24, max_tokens=8, page_size=4, num_pages=18, vocab_size=10)
 
 
 def numbered(n: int) -> StepInputs:
@@ -25,9 +23,7 @@ def test_a_block_says_exactly_what_the_inputs_say() -> None:
     block, stream = InputBlock(BOUNDS, CPU), LaggingStream(pace=1)
     ring = InputRing(BOUNDS, CPU, steps_in_flight=1)
     admission = Admission(2, 7, [5, 6, 7], 1, 9, [3, 4])
-    ring.send(
-        StepInputs([(2, 3), (0, 1)], [admission], [1], [PageUpdate(2, 0, 11)]), block, stream
-    )
+    ring.send(StepInputs([(2, 3), (0, 1)], [admission], [1], [PageUpdate(2, 0, 11)]), block, stream)
     while stream.pending:
         stream.run_one()
     assert block.slot_of_row.tolist() == [2, 0, -1]
@@ -59,9 +55,7 @@ def test_staging_is_never_overwritten_before_its_copy_ran(depth: int, pace: int)
     seen: list[tuple[int, int]] = []
     for n in range(12):
         ring.send(numbered(n), block, stream)
-        stream.submit(
-            lambda: seen.append((int(block.query_len[0]), int(block.page_updates[0, 2])))
-        )
+        stream.submit(lambda: seen.append((int(block.query_len[0]), int(block.page_updates[0, 2]))))
     while stream.pending:
         stream.run_one()
     assert seen == [(1 + n % 5, n) for n in range(12)]
