@@ -31,13 +31,16 @@ FLOW = [
     "step",
     "request",
     "scheduler",
+    "sizing",
+    "report",
     "engine",
+    "text",
     "demo",
     "cli",
     "__main__",
 ]
 DOOR = "__init__"  # the public door imports what it likes
-CLIENTS = {"demo", "cli", "__main__"}  # users of the engine: tokens are theirs to read and write
+CLIENTS = {"text", "demo", "cli", "__main__"}  # users of the engine: tokens are theirs to read and write
 MODEL_USERS = {"models", "engine"} | CLIENTS
 
 KERNELS = sorted(ROOT.glob("kernels/**/*.py"))

