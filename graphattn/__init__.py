@@ -1,5 +1,6 @@
 """Static-shape, CUDA-graph-friendly attention runtime: one captured graph per decode step."""
 
+from graphattn._capture.errors import CaptureError
 from graphattn.config import Bucket
 from graphattn.engine import Engine, capture
 from graphattn.errors import (
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Bucket",
     "BucketReport",
+    "CaptureError",
     "Completion",
     "ConfigError",
     "Engine",

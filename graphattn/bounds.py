@@ -105,6 +105,13 @@ class Bounds:
                 "Every slot must be able to decode in one step: raise max_tokens "
                 "or lower max_batch.",
             )
+        if self.num_pages < self.pages_per_seq:
+            raise wrong(
+                "num_pages",
+                f"the {self.pages_per_seq} pages of one sequence of {self.max_seq_len} tokens",
+                self.num_pages,
+                "Raise num_pages or memory_budget, or lower max_seq_len.",
+            )
 
     @property
     def decode_query_len(self) -> int:

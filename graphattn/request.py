@@ -106,7 +106,8 @@ def new_request(
     """Check a request against the bounds.
 
     Raises `RequestError` for an empty prompt, one that leaves no room for a token, a token id
-    outside the vocabulary, too many stop tokens, or more pages than the engine has.
+    outside the vocabulary, or too many stop tokens. What passes fits: the pool holds at least one
+    sequence of `max_seq_len`.
     """
     prompt = _checked_prompt(token_ids, bounds)
     eos = () if params.ignore_eos else eos_token_ids
@@ -121,13 +122,6 @@ def new_request(
     for token in stop_tokens:
         _check_token("stop_token_ids", token, bounds)
     stop_len = min(len(prompt) + params.max_new_tokens, bounds.max_seq_len)
-    if (pages := bounds.pages_for(bounds.max_kv_len(stop_len))) > bounds.num_pages:
-        raise _bad(
-            "token_ids",
-            f"a request that fits in the engine's {bounds.num_pages} pages",
-            f"{stop_len} tokens in {pages} pages",
-            "Ask for fewer tokens, or capture with a larger num_pages or memory_budget.",
-        )
     return Request(request_id, prompt, params, stop_len, stop_tokens)
 
 

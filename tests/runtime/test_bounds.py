@@ -78,8 +78,11 @@ def test_expansion_to_queries_comes_before_localization() -> None:
 def test_pages_are_planned_from_the_longest_shard() -> None:
     lengths = [local_length(513, r, 8, 1) for r in range(8)]
     assert [ceil_div(n, 64) for n in lengths] == [2, 1, 1, 1, 1, 1, 1, 1]
-    assert bounds(page_size=64, dcp_size=8, max_seq_len=1024).pages_for(513) == 2
-    assert bounds(page_size=64, dcp_size=2, max_seq_len=1_048_576).pages_per_seq == 8192
+    assert bounds(page_size=64, dcp_size=8, max_seq_len=1024, num_pages=2).pages_for(513) == 2
+    assert (
+        bounds(page_size=64, dcp_size=2, max_seq_len=1_048_576, num_pages=8192).pages_per_seq
+        == 8192
+    )
 
 
 @given(st.integers(1, 4), st.integers(1, 20), st.sampled_from([4, 8, 16]))
@@ -106,6 +109,8 @@ def test_a_bound_that_is_no_positive_integer_is_named(name: str, value: object) 
 def test_contradicting_bounds_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_tokens: wanted at least max_batch"):
         bounds(max_batch=8, max_tokens=7)
+    with pytest.raises(ConfigError, match="num_pages: wanted the 5 pages of one sequence"):
+        bounds(max_seq_len=65, num_pages=4)
     with pytest.raises(ConfigError, match="dcp_rank"):
         bounds(dcp_size=2, dcp_rank=2)
 
