@@ -80,7 +80,7 @@ class ResidentGrids:
 
 
 def _programs(compiled: Any, device: torch.device) -> int:
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)  # its stub lacks the registers
     blocks = Multiprocessor(
         registers=properties.regs_per_multiprocessor,
         shared=properties.shared_memory_per_multiprocessor,
