@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphattn.bounds import local_length
-from graphattn.kernels import ops
+from graphattn.kernels import attend_cpu, ops
 
 _POISON = 2**30  # a page id that no pool has
 _NAN = math.nan
@@ -186,3 +186,61 @@ _MIXED = ((5, 4, 4), (40, 1, 1), (0, 37, 37), (17, 4, 2), (9, 4, 0), (30, 19, 19
 )  # fmt: skip
 def test_against_float64(case: Case, rows: tuple[tuple[int, int, int], ...]) -> None:
     check(replace(case, rows=rows))
+
+
+def test_chunks_of_a_long_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The online softmax over many chunks, with chunks that some queries do not see at all."""
+    monkeypatch.setattr(attend_cpu, "_MAX_ELEMENTS", 1)  # a chunk is a page
+    attend_cpu._plan.cache_clear()
+    for window in (0, 20):
+        check(Case(((0, 70, 70), (150, 1, 1), (33, 5, 4)), page_size=8, window=window))
+    attend_cpu._plan.cache_clear()
+
+
+def test_equal_in_a_batch_of_any_spans() -> None:
+    """Rows of very different length form groups of their own; none is padded to the longest."""
+    case = Case(((700, 1, 1), (0, 1, 1), (690, 1, 1), (3, 1, 1)), page_size=64)
+    check(case)
+    meta = metadata(case, list(range(32)))
+    items = attend_cpu._items(
+        meta.query_start.tolist(), meta.visible_start.numpy(), meta.visible_end.numpy()
+    )
+    groups = [[i.row for i in group] for group in attend_cpu._grouped(items, max_places=1000)]
+    assert groups == [[0, 2], [3, 1]]
+
+
+def test_pools_of_any_strides() -> None:
+    """Pools with heads innermost, and K and V side by side in one tensor."""
+    case = Case(_MIXED, sinks=True)
+    meta, q, k_pool, v_pool, sinks = tensors(case)
+    want = run(case, meta, q, k_pool, v_pool, sinks)
+    both = torch.stack([k_pool, v_pool], dim=1)
+    got = run(case, meta, q, both[:, 0], both[:, 1], sinks)
+    assert all(map(torch.equal, got, want))
+    k_pool, v_pool = (p.transpose(1, 2).contiguous().transpose(1, 2) for p in (k_pool, v_pool))
+    got = run(case, meta, q, k_pool, v_pool, sinks)
+    assert all(map(torch.equal, got, want))
+
+
+def test_contents_decide_not_addresses() -> None:
+    """Static buffers keep their addresses while a replay changes what they hold."""
+    case = Case(((20, 1, 1), (37, 1, 1)))
+    meta, q, k_pool, v_pool, sinks = tensors(case)
+    k_pool, v_pool = torch.randn(2, *k_pool.shape)
+    run(case, meta, q, k_pool, v_pool, sinks)
+    meta.visible_end[0] -= 9
+    meta.page_table[[0, 1], :2] = meta.page_table[[1, 0], :2].clone()
+    out, lse = run(case, meta, q, k_pool, v_pool, sinks)
+    want, want_lse, _ = naive(case, meta, q, k_pool, v_pool, sinks)
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_to_see() -> None:
+    """Every row empty: the page table, all poison, is not read."""
+    case = Case(((0, 4, 0), (0, 1, 0)))
+    meta, q, k_pool, v_pool, _ = tensors(case)
+    out, lse = run(case, meta, q, k_pool, v_pool, torch.ones(case.num_q_heads))
+    assert (out == 0).all()
+    assert (lse[:5] == 1).all()
+    assert (lse[5:] == -math.inf).all()
