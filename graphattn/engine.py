@@ -36,7 +36,7 @@ from graphattn.request import (
 )
 from graphattn.ring import OutputRing
 from graphattn.scheduler import Scheduler
-from graphattn.sizing import Options, resolve
+from graphattn.sizing import Options, resolve_measured
 from graphattn.step import StepMemory, step_program
 from graphattn.stream import CudaStream, Stream, open_stream
 
@@ -75,7 +75,8 @@ def capture(
         page_size: KV positions of a page, a power of two.
         num_pages: pages of KV over all requests. Default: what `memory_budget` holds.
         memory_budget: bytes of KV pages. Default: 2 GiB on a CPU (committed as it is written),
-            85 % of the free memory on a GPU; never more than all slots can use.
+            on a GPU what the largest step leaves of 90 % of
+            the free memory; never more than all slots can use.
         buckets: row counts for which a decode graph is captured, ascending, ending with
             `max_batch`. Default: powers of two.
         backend: "cuda", "host" (record and replay on a CPU), "eager" (no graph), or "auto".
@@ -91,7 +92,8 @@ def capture(
     step_model = adapt(model)
     if getattr(model, "training", False):
         raise wrong("model", "a model in eval mode", "training mode", "Call model.eval() first.")
-    config = resolve(
+    stream = open_stream(step_model.device)
+    config = resolve_measured(
         Options(
             max_batch=max_batch,
             max_seq_len=max_seq_len,
@@ -106,8 +108,9 @@ def capture(
             prepack=prepack,
         ),
         step_model,
+        stream,
     )
-    return Engine(step_model, config, open_stream(config.device), _reporter(progress))
+    return Engine(step_model, config, stream, _reporter(progress))
 
 
 class Engine:

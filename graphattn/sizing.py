@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,8 +21,11 @@ from graphattn.config import (
 from graphattn.errors import UnsupportedModelError, wrong
 from graphattn.models.contract import StepModel
 from graphattn.pages import page_bytes
+from graphattn.step import StepMemory, step_program
+from graphattn.stream import Stream
 
-GPU_MEMORY_SHARE = 0.85  # of the free memory for KV pages; the rest is for activations and graphs
+GPU_MEMORY_SHARE = 0.9  # of the free memory; the rest is for what torch and the driver add
+ACTIVATION_MARGIN = 1.25  # graph pool over the measured peak of the largest step: fragmentation
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,36 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         prepack=options.prepack and backend == "host" and model.dtype == torch.float32,
         notes=(note,) if note else (),
     )
+
+
+def resolve_measured(options: Options, model: StepModel, stream: Stream) -> EngineConfig:
+    """Like `resolve`; on a GPU, by default, the pages take what the largest step leaves.
+
+    The step is run once, idle, over a small pool, and its peak is measured: predicting the memory
+    of graphs has cost others a third of their cache, or an out-of-memory error.
+    """
+    config = resolve(options, model)
+    explicit = options.num_pages is not None or options.memory_budget is not None
+    if explicit or config.device.type != "cuda":
+        return config
+    peak = _peak_bytes(model, config, stream)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info(config.device)
+    budget = int(free * GPU_MEMORY_SHARE - peak * ACTIVATION_MARGIN)
+    return resolve(replace(options, memory_budget=budget), model)
+
+
+def _peak_bytes(model: StepModel, config: EngineConfig, stream: Stream) -> int:
+    """Bytes that the largest step needs beside the weights, its own buffers included."""
+    before = torch.cuda.memory_allocated(config.device)
+    torch.cuda.reset_peak_memory_stats(config.device)
+    bounds = replace(config.bounds, num_pages=config.bounds.pages_per_seq)
+    memory = StepMemory(model, bounds, kv_dtype=config.kv_dtype, device=config.device)
+    program = step_program(model, memory, next(iter(config.buckets)))
+    stream.submit(program)
+    stream.mark().wait()
+    peak = torch.cuda.max_memory_allocated(config.device) - before
+    return peak - memory.pools.num_bytes
 
 
 def _max_tokens(options: Options, max_batch: int, max_seq_len: int, device: torch.device) -> int:

@@ -99,6 +99,7 @@ def step_program(model: StepModel, memory: StepMemory, bucket: Bucket) -> Callab
     sampled = memory.sampled[: bounds.logits_places(bucket.tokens)]
     view = ModelStep(buffers, memory.attention, bucket)
 
+    @torch.no_grad()
     def program() -> None:
         with nvtx_ranges.scope("admit"):
             state.admit(inputs)
