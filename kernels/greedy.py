@@ -17,6 +17,16 @@ from .strides import stride_unit
 BLOCK = 4096  # logits of one iteration
 
 
+@triton.jit
+def _improve(best, best_id, nan, logit, token):
+    """Per lane: the best so far and its id with one more logit; whether a NaN was seen."""
+    logit = logit.to(tl.float32)
+    better = logit > best  # ties keep the lower id
+    best = tl.where(better, logit, best)
+    best_id = tl.where(better, token, best_id)
+    return best, best_id, nan | (logit != logit).to(tl.int32)
+
+
 @triton.jit(do_not_specialize=["row_stride", "vocab"])
 def _greedy_kernel(
     logits_ptr,
@@ -31,13 +41,17 @@ def _greedy_kernel(
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = tl.zeros([BLOCK], tl.int32)
     nan = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, vocab, BLOCK):
+
+    # Only the last block is masked: a mask of unknown alignment would forbid vector loads.
+    whole = vocab // BLOCK * BLOCK
+    for first in range(0, whole, BLOCK):
         token = first + tl.arange(0, BLOCK)  # [BLOCK]
-        logit = tl.load(p_row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-        nan |= (logit != logit).to(tl.int32)
-        better = logit > best  # ties keep the lower id
-        best = tl.where(better, logit, best)
-        best_id = tl.where(better, token, best_id)
+        logit = tl.load(p_row + token)
+        best, best_id, nan = _improve(best, best_id, nan, logit, token)
+    token = whole + tl.arange(0, BLOCK)
+    logit = tl.load(p_row + token, mask=token < vocab, other=float("-inf"))
+    best, best_id, nan = _improve(best, best_id, nan, logit, token)
+
     largest = tl.max(best, 0)
     lowest_id = tl.min(tl.where(best == largest, best_id, vocab), 0)
     valid = (tl.max(nan, 0) == 0) & (largest > float("-inf"))

@@ -1,0 +1,108 @@
+"""admit, prepare, greedy and commit compiled ahead of time: registers within budget, no spills."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.aot import ARCHS, Compiled, Job, compile_all
+
+INT64 = {"input_ids_ptr", "positions_ptr", "kv_slot_ptr", "logits_token_ptr"}
+SHARD = {"DCP_SIZE": 4, "DCP_RANK": 1, "INTERLEAVE": 16}
+LISTS = {"MAX_SPLITS": 16, "PREFILL_BLOCK": 16, "ROWS": 1024}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel at its largest, and the registers per thread that it may take."""
+
+    module: str
+    name: str
+    constants: Mapping[str, int | tuple[int, ...]]
+    registers: int
+    num_warps: int = 4
+    types: Mapping[str, str] = field(default_factory=dict)
+
+    def job(self, arch: str) -> Job:
+        function = getattr(importlib.import_module(f"graphattn.kernels.{self.module}"), self.name)
+        pointers = [name for name in function.arg_names if name.endswith("_ptr")]
+        types = {name: "*i64" if name in INT64 else "*i32" for name in pointers}
+        return Job(
+            self.module,
+            self.name,
+            arch,
+            types | dict(self.types),
+            self.constants,
+            num_warps=self.num_warps,
+        )
+
+
+KERNELS = {
+    "admit": Kernel(
+        "admit", "_admit_kernel", {"STOPS": 8, "STOPS_PADDED": 8, "BLOCK": 128}, registers=64
+    ),
+    "scan": Kernel(
+        "prepare",
+        "_scan_kernel",
+        {"WINDOWS": (0, 1024), "MAX_DRAFTS": 3, "ALIGN": 64, "CHUNK": 256} | SHARD | LISTS,
+        registers=128,
+    ),
+    "place": Kernel(
+        "prepare",
+        "_place_kernel",
+        {"WINDOWS": (0, 1024), "MAX_DRAFTS": 3, "PAGE_SIZE": 48, "LOGITS": 4, "BLOCK": 512} | SHARD,
+        registers=80,
+    ),
+    "item": Kernel(
+        "prepare", "_item_kernel", {"GROUPS": 2, "SPLITS": 16, "BLOCK": 512} | LISTS, registers=80
+    ),
+    **{
+        f"greedy-{dtype}": Kernel(
+            "greedy",
+            "_greedy_kernel",
+            {"STRIDE_UNIT": 16, "BLOCK": 4096},
+            registers=128,
+            num_warps=8,
+            types={"logits_ptr": f"*{dtype}"},
+        )
+        for dtype in ("fp32", "bf16")
+    },
+    "commit": Kernel(
+        "commit",
+        "_commit_kernel",
+        {"MAX_DRAFTS": 8, "PLACES": 16, "STOPS": 8, "STOPS_PADDED": 8},
+        registers=64,
+        num_warps=1,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[tuple[str, str], Compiled]:
+    """Every kernel for every architecture."""
+    keys = [(name, arch) for name in KERNELS for arch in ARCHS]
+    jobs = [KERNELS[name].job(arch) for name, arch in keys]
+    return dict(zip(keys, compile_all(jobs), strict=True))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_registers_within_budget(
+    name: str, arch: str, compiled: dict[tuple[str, str], Compiled]
+) -> None:
+    result = compiled[name, arch]
+    assert result.stack == 0
+    assert result.registers <= KERNELS[name].registers
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("dtype", "vectors"), [("fp32", 4), ("bf16", 2)])
+def test_greedy_loads_whole_vectors(
+    dtype: str, vectors: int, arch: str, compiled: dict[tuple[str, str], Compiled]
+) -> None:
+    """16 logits of a thread come in 16-byte loads, but for the masked last block."""
+    masked = 16
+    assert compiled[f"greedy-{dtype}", arch].instructions["LDG"] == vectors + masked
