@@ -68,11 +68,16 @@ def attend_range(
     b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, D_PADDED), tl.float32)
-    for n in range(lo // BLOCK_N * BLOCK_N, hi, BLOCK_N):
+    start = lo // BLOCK_N * BLOCK_N
+    if PAGE_SIZE % BLOCK_N == 0:
+        next_page = tl.load(table_ptr + start // PAGE_SIZE, mask=lo < hi, other=0)
+    for n in range(start, hi, BLOCK_N):
         o_n = n + o_block
         m_n = (o_n >= lo) & (o_n < hi)
         if PAGE_SIZE % BLOCK_N == 0:  # the block lies in one page, and some of it is visible
-            page = tl.load(table_ptr + n // PAGE_SIZE).to(tl.int64)
+            page = next_page.to(tl.int64)
+            following = n + BLOCK_N
+            next_page = tl.load(table_ptr + following // PAGE_SIZE, mask=following < hi, other=0)
             first = n % PAGE_SIZE
             p_k = k_ptr + page * k_page * STRIDE_UNIT + first.to(tl.int64) * K_ENTRY
             p_v = v_ptr + page * v_page * STRIDE_UNIT + first.to(tl.int64) * V_ENTRY
