@@ -42,6 +42,23 @@ _MERGE_ELEMENTS = 4096  # fp32 values of the [S, heads, D] block that one merge 
 _grids = ResidentGrids()
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes that are fixed for an engine's layer: nothing here follows a bucket."""
+
+    batch: int
+    max_splits: int
+    heads: int
+    kv_heads: int
+    dim: int
+    page_size: int
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+
 def attend(
     q: Tensor,
     k_pool: Tensor,
@@ -117,19 +134,20 @@ def attend(
     unit = stride_unit(strides)
     inputs = (q, k_pool, v_pool, page_table, slot_of_row, query_start, visible_start, visible_end)
     scalars = (scale, softcap, *(x // unit for x in strides), page_table.stride(0))
-    constants = {
-        "STRIDE_UNIT": unit,
-        "K_ENTRY": k_pool.stride(2),
-        "V_ENTRY": v_pool.stride(2),
-        "SOFTCAP": softcap > 0,
-        **shape.constants(q.dtype),
-    }
+    constants = tile_constants(
+        shape,
+        q.dtype,
+        stride_unit=unit,
+        entries=(k_pool.stride(2), v_pool.stride(2)),
+        softcap=softcap > 0,
+        interpreted=INTERPRETED,
+    )
 
     decode = (*inputs, row_begin, row_end, row_chunk, decode_items, decode_count)
     _launch(
         decode_kernel,
         (*decode, partial_out, partial_lse, *scalars, decode_query_len, splits),
-        {**constants, **_tile_constants(tiles.decode)},
+        {**constants, **_tile_options(tiles.decode)},
     )
     merge = (partial_out, partial_lse, query_start, row_splits, sinks, out, lse)
     _launch(
@@ -142,38 +160,40 @@ def attend(
     _launch(
         prefill_kernel,
         (*inputs, prefill_items, prefill_count, sinks, out, lse, *scalars, prefill_block),
-        {**constants, **_tile_constants(tiles.prefill)},
+        {**constants, **_tile_options(tiles.prefill)},
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """Sizes that are fixed for an engine's layer: nothing here follows a bucket."""
+def tile_constants(
+    shape: Shape,
+    dtype: torch.dtype,
+    *,
+    stride_unit: int,
+    entries: tuple[int, int],
+    softcap: bool,
+    interpreted: bool,
+) -> dict[str, Any]:
+    """Compile-time arguments of both tile kernels, the tile itself aside.
 
-    batch: int
-    max_splits: int
-    heads: int
-    kv_heads: int
-    dim: int
-    page_size: int
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-    def constants(self, dtype: torch.dtype) -> dict[str, Any]:
-        wide = dtype == torch.float32
-        return {
-            "KV_HEADS": self.kv_heads,
-            "GROUP": self.group,
-            "D": self.dim,
-            "D_PADDED": padded_head_dim(self.dim),
-            "PAGE_SIZE": self.page_size,
-            # fp32 on tensor cores keeps nearly its precision as three tf32 products.
-            "PRECISION": "tf32x3" if wide and not INTERPRETED else "ieee",
-            # The interpreter holds bf16 as raw integers: it must be fp32 before any arithmetic.
-            "WIDEN": INTERPRETED and not wide,
-        }
+    `entries` are the strides between the entries of a page in the K and the V pool: known to the
+    compiler, the addresses of a block fold into immediates instead of filling registers.
+    """
+    wide = dtype == torch.float32
+    return {
+        "STRIDE_UNIT": stride_unit,
+        "K_ENTRY": entries[0],
+        "V_ENTRY": entries[1],
+        "KV_HEADS": shape.kv_heads,
+        "GROUP": shape.group,
+        "D": shape.dim,
+        "D_PADDED": padded_head_dim(shape.dim),
+        "PAGE_SIZE": shape.page_size,
+        "SOFTCAP": softcap,
+        # fp32 on tensor cores keeps nearly its precision as three tf32 products.
+        "PRECISION": "tf32x3" if wide and not interpreted else "ieee",
+        # The interpreter holds bf16 as raw integers: it must be fp32 before any arithmetic.
+        "WIDEN": interpreted and not wide,
+    }
 
 
 def merge_constants(heads: int, head_dim: int, max_splits: int) -> dict[str, Any]:
@@ -187,15 +207,17 @@ def merge_constants(heads: int, head_dim: int, max_splits: int) -> dict[str, Any
         "BLOCK_S": splits,
         "BLOCK_H": min(fitting, triton.next_power_of_2(heads)),
         "num_warps": 4,
+        "enable_fp_fusion": True,
     }
 
 
-def _tile_constants(tile: Tile) -> dict[str, Any]:
+def _tile_options(tile: Tile) -> dict[str, Any]:
     return {
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,  # the default of coming releases differs
     }
 
 
@@ -204,7 +226,7 @@ def _launch(kernel: Any, args: Sequence[Any], constants: Mapping[str, Any]) -> N
     kernel[(programs,)](*args, **constants)
 
 
-def _shape_of(q: Tensor, k_pool: Tensor, partial_out: Tensor, decode_query_len: int) -> _Shape:
+def _shape_of(q: Tensor, k_pool: Tensor, partial_out: Tensor, decode_query_len: int) -> Shape:
     for name, tensor, wanted in (
         ("q", q, "[T, Hq, D]"),
         ("k_pool", k_pool, "[num_pages, Hkv, page_size, D]"),
@@ -217,7 +239,7 @@ def _shape_of(q: Tensor, k_pool: Tensor, partial_out: Tensor, decode_query_len: 
         raise ValueError(f"q: wanted a multiple of {kv_heads} heads, got {heads}")
     if decode_query_len < 1:
         raise ValueError(f"decode_query_len: wanted at least 1, got {decode_query_len}")
-    return _Shape(
+    return Shape(
         batch=partial_out.shape[0],
         max_splits=partial_out.shape[1],
         heads=heads,
@@ -228,7 +250,7 @@ def _shape_of(q: Tensor, k_pool: Tensor, partial_out: Tensor, decode_query_len: 
 
 
 def _check_pools(
-    shape: _Shape, q: Tensor, k_pool: Tensor, v_pool: Tensor, page_table: Tensor
+    shape: Shape, q: Tensor, k_pool: Tensor, v_pool: Tensor, page_table: Tensor
 ) -> None:
     wanted = (k_pool.shape[0], shape.kv_heads, shape.page_size, shape.dim)
     for name, tensor in (("k_pool", k_pool), ("v_pool", v_pool)):
