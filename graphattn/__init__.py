@@ -1,8 +1,9 @@
 """Static-shape, CUDA-graph-friendly attention runtime: one captured graph per decode step."""
 
 from graphattn._capture.errors import CaptureError
+from graphattn.capturing import capture
 from graphattn.config import Bucket
-from graphattn.engine import Engine, capture
+from graphattn.engine import Engine
 from graphattn.errors import (
     ConfigError,
     EngineClosedError,

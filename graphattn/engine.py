@@ -1,4 +1,4 @@
-"""capture() and Engine: composes the parts, holds no arithmetic.
+"""Engine: composes the parts, holds no arithmetic.
 
     OPEN --close(), or a failed step--> CLOSED
 
@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -19,98 +18,31 @@ import torch
 from graphattn._capture import nvtx_ranges
 from graphattn._capture.family import capture_family
 from graphattn._capture.graph import Graph
+from graphattn.checkup import Checkup
 from graphattn.config import Bucket, EngineConfig
 from graphattn.errors import EngineClosedError, StepError, wrong
 from graphattn.inputs import InputRing, PromptRing, StepInputs
-from graphattn.models import adapt
 from graphattn.models.contract import StepModel
 from graphattn.pages import page_bytes
-from graphattn.report import BucketReport, EngineReport, Stats
+from graphattn.report import BucketReport, EngineReport, Progress, Stats
 from graphattn.request import (
     Completion,
     Event,
     FinishReason,
     Request,
     SamplingParams,
+    completion,
+    merge_params,
     new_request,
 )
 from graphattn.ring import OutputRing
 from graphattn.scheduler import Scheduler
-from graphattn.sizing import Options, resolve_measured
 from graphattn.step import StepMemory, step_program
-from graphattn.stream import CudaStream, Stream, open_stream
+from graphattn.stream import CudaStream, Stream
 
 if TYPE_CHECKING:
     from graphattn._capture.audit import AuditReport
-
-Progress = Callable[[str, int, int], None]
-
-
-def capture(
-    model: object,
-    max_batch: int,
-    *,
-    max_seq_len: int | None = None,
-    max_tokens: int | None = None,
-    page_size: int = 64,
-    num_pages: int | None = None,
-    memory_budget: int | None = None,
-    buckets: Sequence[int] | None = None,
-    backend: str = "auto",
-    run_ahead: int = 2,
-    max_queue: int = 4096,
-    prepack: bool = True,
-    progress: bool | Progress = False,
-) -> Engine:
-    """Capture the whole decode step of `model` as one graph per bucket.
-
-    Args:
-        model: a transformers causal LM, or a model that meets
-            `graphattn.models.contract.StepModel`; in eval mode. It is not changed.
-        max_batch: requests that run at once (slots).
-        max_seq_len: tokens of one request, prompt and output. Default: the model's maximum,
-            reduced to what fits in the pages, which the report then says.
-        max_tokens: token places of a step that holds prefill rows. Default 512 on a CPU, 2,048
-            on a GPU.
-        page_size: KV positions of a page, a power of two.
-        num_pages: pages of KV over all requests. Default: what `memory_budget` holds.
-        memory_budget: bytes of KV pages. Default: 2 GiB on a CPU (committed as it is written),
-            on a GPU what the largest step leaves of 90 % of
-            the free memory; never more than all slots can use.
-        buckets: row counts for which a decode graph is captured, ascending, ending with
-            `max_batch`. Default: powers of two.
-        backend: "cuda", "host" (record and replay on a CPU), "eager" (no graph), or "auto".
-        run_ahead: steps that may be launched before their results are read, 1 to 4.
-        max_queue: requests that may wait for a slot.
-        prepack: host backend, float32: pack the weights of linears for the CPU. Costs a second
-            copy of them; weights updated in place are packed anew.
-        progress: True for lines on stderr, or a callable (bucket name, done, total).
-
-    Raises:
-        ConfigError: a wrong argument. UnsupportedModelError: the model cannot be served.
-    """
-    step_model = adapt(model)
-    if getattr(model, "training", False):
-        raise wrong("model", "a model in eval mode", "training mode", "Call model.eval() first.")
-    stream = open_stream(step_model.device)
-    config = resolve_measured(
-        Options(
-            max_batch=max_batch,
-            max_seq_len=max_seq_len,
-            max_tokens=max_tokens,
-            page_size=page_size,
-            num_pages=num_pages,
-            memory_budget=memory_budget,
-            buckets=buckets,
-            backend=backend,
-            run_ahead=run_ahead,
-            max_queue=max_queue,
-            prepack=prepack,
-        ),
-        step_model,
-        stream,
-    )
-    return Engine(step_model, config, stream, _reporter(progress))
+    from graphattn._capture.verify import VerifyReport
 
 
 class Engine:
@@ -165,7 +97,7 @@ class Engine:
         `EngineClosedError`. After an error nothing has changed.
         """
         self._check_open()
-        params = _params(params, max_new_tokens, stop_token_ids, ignore_eos)
+        params = merge_params(params, max_new_tokens, stop_token_ids, ignore_eos)
         request = self._new_request(token_ids, params, 0)
         self._scheduler.submit(request)
         self._submitted += 1
@@ -223,7 +155,7 @@ class Engine:
         fed as it empties. Other requests run on beside them; their events wait for `poll`.
         """
         self._check_open()
-        params = _params(params, max_new_tokens, stop_token_ids, ignore_eos)
+        params = merge_params(params, max_new_tokens, stop_token_ids, ignore_eos)
         requests = [self._new_request(p, params, i) for i, p in enumerate(prompts)]
         pending = deque(requests)
         while not all(request.finished for request in requests):
@@ -235,7 +167,7 @@ class Engine:
             self._read_landed()
         own = set(map(id, requests))
         self._events = deque(e for e in self._events if id(e.request) not in own)
-        return [_completion(request) for request in requests]
+        return [completion(request) for request in requests]
 
     def cancel(self, request: Request) -> bool:
         """End a request now; False when it had ended already."""
@@ -293,6 +225,25 @@ class Engine:
         buckets = self.config.buckets
         programs = [self._programs[group[-1]] for group in (buckets.decode, buckets.mixed)]
         return audit(lambda: [program() for program in programs])
+
+    def verify(self, steps: int = 50, *, seed: int = 0) -> VerifyReport:
+        """Replay against the eager step, bit for bit, over `steps` steps of random requests.
+
+        Everything that a step must rewrite is spoiled with NaN and huge indices before its replay.
+        Needs an idle engine, whose slot state it leaves as it was. With prepacked linears a replay
+        rounds differently from eager; capture with `prepack=False` to verify.
+
+        Raises `ConfigError` when the engine is busy or prepacked.
+        """
+        self._check_open()
+        if self.busy or self._outputs.in_flight:
+            raise wrong("verify", "an idle engine", "requests in flight", "Finish them first.")
+        if self.config.prepack:
+            raise wrong(
+                "verify", "an engine without prepacked linears", "prepack=True", "See `prepack`."
+            )
+        parts = (self.config, self._memory, self._programs, self._graphs, self._stream)
+        return Checkup(*parts, seed=seed).run(steps)
 
     def close(self) -> None:
         """End every request as cancelled and free the graphs. Idempotent."""
@@ -386,55 +337,7 @@ class Engine:
         )
 
 
-def _params(
-    params: SamplingParams | None,
-    max_new_tokens: int | None,
-    stop_token_ids: Sequence[int] | None,
-    ignore_eos: bool | None,
-) -> SamplingParams:
-    given = {
-        name: value
-        for name, value in (
-            ("max_new_tokens", max_new_tokens),
-            ("stop_token_ids", stop_token_ids),
-            ("ignore_eos", ignore_eos),
-        )
-        if value is not None
-    }
-    if params is None:
-        return SamplingParams(**given)  # type: ignore[arg-type]
-    if not isinstance(params, SamplingParams):
-        raise wrong("params", "SamplingParams", params, "Pass graphattn.SamplingParams(...).")
-    if given:
-        raise wrong(
-            "params",
-            "SamplingParams or keywords, not both",
-            f"both params and {', '.join(given)}",
-            "Put the keywords into SamplingParams.",
-        )
-    return params
-
-
-def _completion(request: Request) -> Completion:
-    assert request.finish_reason is not None
-    return Completion(
-        request.prompt, tuple(request.token_ids), request.finish_reason, request.error
-    )
-
-
 def _weights(model: StepModel) -> dict[str, torch.Tensor]:
     """Parameters that stay in place, by name."""
     module = getattr(model, "module", model)
     return dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}
-
-
-def _reporter(progress: bool | Progress) -> Progress | None:
-    if callable(progress):
-        return progress
-    if not isinstance(progress, bool):
-        raise wrong("progress", "True, False or a callable", progress, "Pass a bool.")
-    return _print_progress if progress else None
-
-
-def _print_progress(name: str, done: int, total: int) -> None:
-    print(f"capturing {name}: {done}/{total}", file=sys.stderr, flush=True)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from graphattn.errors import wrong
+
+Progress = Callable[[str, int, int], None]  # name of a bucket, done, total
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +83,19 @@ class EngineReport:
         ]
         total = f"captured {len(self.buckets)} graphs in {self.capture_seconds:.1f} s"
         return "\n".join([*head, *_table(rows), total, *self.notes])
+
+
+def reporter(progress: bool | Progress) -> Progress | None:
+    """The callable of `capture`'s argument `progress`; `ConfigError` for anything else."""
+    if callable(progress):
+        return progress
+    if not isinstance(progress, bool):
+        raise wrong("progress", "True, False or a callable", progress, "Pass a bool.")
+    return _print_progress if progress else None
+
+
+def _print_progress(name: str, done: int, total: int) -> None:
+    print(f"capturing {name}: {done}/{total}", file=sys.stderr, flush=True)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from graphattn.bounds import Bounds
-from graphattn.errors import RequestError
+from graphattn.errors import RequestError, wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,44 @@ class Completion:
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     error: str | None = None
+
+
+def merge_params(
+    params: SamplingParams | None,
+    max_new_tokens: int | None,
+    stop_token_ids: Sequence[int] | None,
+    ignore_eos: bool | None,
+) -> SamplingParams:
+    """A request's parameters from `SamplingParams` or keywords; `ConfigError` for both."""
+    given = {
+        name: value
+        for name, value in (
+            ("max_new_tokens", max_new_tokens),
+            ("stop_token_ids", stop_token_ids),
+            ("ignore_eos", ignore_eos),
+        )
+        if value is not None
+    }
+    if params is None:
+        return SamplingParams(**given)  # type: ignore[arg-type]
+    if not isinstance(params, SamplingParams):
+        raise wrong("params", "SamplingParams", params, "Pass graphattn.SamplingParams(...).")
+    if given:
+        raise wrong(
+            "params",
+            "SamplingParams or keywords, not both",
+            f"both params and {', '.join(given)}",
+            "Put the keywords into SamplingParams.",
+        )
+    return params
+
+
+def completion(request: Request) -> Completion:
+    """A finished request, frozen."""
+    assert request.finish_reason is not None
+    return Completion(
+        request.prompt, tuple(request.token_ids), request.finish_reason, request.error
+    )
 
 
 def new_request(

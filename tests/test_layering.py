@@ -33,7 +33,9 @@ FLOW = [
     "scheduler",
     "sizing",
     "report",
+    "checkup",
     "engine",
+    "capturing",
     "text",
     "demo",
     "cli",
@@ -41,7 +43,7 @@ FLOW = [
 ]
 DOOR = "__init__"  # the public door imports what it likes
 CLIENTS = {"text", "demo", "cli", "__main__"}  # users of the engine: tokens are theirs to read and write
-MODEL_USERS = {"models", "engine"} | CLIENTS
+MODEL_USERS = {"models", "capturing"} | CLIENTS
 
 KERNELS = sorted(ROOT.glob("kernels/**/*.py"))
 LEAVES = [*KERNELS, *sorted(ROOT.glob("capture/**/*.py"))]

@@ -1,0 +1,79 @@
+"""capture(): from a model and what the caller asks for to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphattn.engine import Engine
+from graphattn.errors import wrong
+from graphattn.models import adapt
+from graphattn.report import Progress, reporter
+from graphattn.sizing import Options, resolve_measured
+from graphattn.stream import open_stream
+
+
+def capture(
+    model: object,
+    max_batch: int,
+    *,
+    max_seq_len: int | None = None,
+    max_tokens: int | None = None,
+    page_size: int = 64,
+    num_pages: int | None = None,
+    memory_budget: int | None = None,
+    buckets: Sequence[int] | None = None,
+    backend: str = "auto",
+    run_ahead: int = 2,
+    max_queue: int = 4096,
+    prepack: bool = True,
+    progress: bool | Progress = False,
+) -> Engine:
+    """Capture the whole decode step of `model` as one graph per bucket.
+
+    Args:
+        model: a transformers causal LM, or a model that meets
+            `graphattn.models.contract.StepModel`; in eval mode. It is not changed.
+        max_batch: requests that run at once (slots).
+        max_seq_len: tokens of one request, prompt and output. Default: the model's maximum,
+            reduced to what fits in the pages, which the report then says.
+        max_tokens: token places of a step that holds prefill rows. Default 512 on a CPU, 2,048
+            on a GPU.
+        page_size: KV positions of a page, a power of two.
+        num_pages: pages of KV over all requests. Default: what `memory_budget` holds.
+        memory_budget: bytes of KV pages. Default: 2 GiB on a CPU (committed as it is written),
+            on a GPU what the largest step leaves of 90 % of
+            the free memory; never more than all slots can use.
+        buckets: row counts for which a decode graph is captured, ascending, ending with
+            `max_batch`. Default: powers of two.
+        backend: "cuda", "host" (record and replay on a CPU), "eager" (no graph), or "auto".
+        run_ahead: steps that may be launched before their results are read, 1 to 4.
+        max_queue: requests that may wait for a slot.
+        prepack: host backend, float32: pack the weights of linears for the CPU. Costs a second
+            copy of them; weights updated in place are packed anew.
+        progress: True for lines on stderr, or a callable (bucket name, done, total).
+
+    Raises:
+        ConfigError: a wrong argument. UnsupportedModelError: the model cannot be served.
+    """
+    step_model = adapt(model)
+    if getattr(model, "training", False):
+        raise wrong("model", "a model in eval mode", "training mode", "Call model.eval() first.")
+    stream = open_stream(step_model.device)
+    config = resolve_measured(
+        Options(
+            max_batch=max_batch,
+            max_seq_len=max_seq_len,
+            max_tokens=max_tokens,
+            page_size=page_size,
+            num_pages=num_pages,
+            memory_budget=memory_budget,
+            buckets=buckets,
+            backend=backend,
+            run_ahead=run_ahead,
+            max_queue=max_queue,
+            prepack=prepack,
+        ),
+        step_model,
+        stream,
+    )
+    return Engine(step_model, config, stream, reporter(progress))

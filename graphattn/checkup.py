@@ -1,0 +1,151 @@
+"""Engine.verify: every kind of step, replayed and run eagerly over the same memory, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from graphattn._capture.graph import Graph
+from graphattn._capture.verify import VerifyReport, verify
+from graphattn.config import Bucket, EngineConfig
+from graphattn.inputs import InputRing, PromptRing, StepInputs
+from graphattn.request import SamplingParams, new_request
+from graphattn.ring import OutputRing
+from graphattn.scheduler import Scheduler
+from graphattn.step import StepMemory
+from graphattn.stream import Stream
+
+HUGE_ID = 2**30  # out of bounds wherever it is taken for an index
+ARRIVAL_CHANCE = 0.4  # of a new request before a step: batches grow, shrink and cross buckets
+
+
+class Checkup:
+    """Random requests through a scheduler of its own, over an idle engine's memory.
+
+    Before each replay everything that the step is to rewrite is spoiled: scratch buffers, the KV
+    entries that the eager run has just written, unused history, unused page-table columns.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        memory: StepMemory,
+        programs: Mapping[Bucket, Callable[[], None]],
+        graphs: Mapping[Bucket, Graph],
+        stream: Stream,
+        *,
+        seed: int,
+    ) -> None:
+        bounds, device = config.bounds, config.device
+        self._config, self._memory, self._stream = config, memory, stream
+        self._programs, self._graphs = programs, graphs
+        self._random = random.Random(seed)
+        self._inputs = InputRing(bounds, device, steps_in_flight=1)
+        self._prompts = PromptRing(bounds, device, prompts_in_flight=bounds.max_batch)
+        self._outputs = OutputRing(bounds, device, steps_in_flight=1)
+        self._scheduler = Scheduler(
+            bounds, max_queue=bounds.max_batch, prompts_fit=self._prompts.has_room
+        )
+        self._entries = {  # what a run leaves in the pages at the places of its tokens
+            name: torch.zeros(bounds.max_tokens, pool.shape[1], pool.shape[3]).to(pool)
+            for name, pool in memory.pools.tensors().items()
+        }
+        self._places = torch.empty(0, dtype=torch.int64)  # KV slots that the eager run wrote
+        self._watched: dict[str, Tensor] = {}
+        self._choose(config.buckets.decode[0])
+        self._spoiled = [
+            *memory.buffers.tensors().values(),
+            *memory.workspace.tensors().values(),
+            memory.sampled,
+        ]
+
+    def run(self, steps: int) -> VerifyReport:
+        """Verify `steps` steps. The slot state is as before afterwards; page contents are not."""
+        state = self._memory.state.tensors()
+        before = {name: tensor.clone() for name, tensor in state.items()}
+        try:
+            return verify(
+                self._eager,
+                self._replay,
+                inputs=self._next_step,
+                watch=self._watched,
+                steps=steps,
+                poison=self._spoil,
+            )
+        finally:
+            for name, tensor in state.items():
+                tensor.copy_(before[name])
+
+    def _next_step(self, step: int) -> None:
+        if step:
+            self._outputs.receive(step - 1, self._memory.output, self._stream)
+            self._outputs.wait()
+            for result in self._outputs.landed():
+                self._scheduler.read(result)
+        inputs = self._plan(step)
+        self._choose(self._config.buckets.smallest(inputs.tokens, mixed=inputs.mixed))
+        for admission in inputs.admissions:
+            history = self._memory.state.history[admission.slot]
+            self._prompts.send(admission.tokens, history, self._stream)
+        self._inputs.send(inputs, self._memory.inputs, self._stream)
+        self._stream.mark().wait()
+
+    def _choose(self, bucket: Bucket) -> None:
+        """The bucket of the next step, and what that step promises to write."""
+        memory, bounds = self._memory, self._config.bounds
+        self._bucket = bucket
+        step = memory.buffers.narrow(bounds, memory.shape, bucket.tokens)
+        self._watched |= {f"state.{n}": t for n, t in memory.state.tensors().items()}
+        self._watched |= {f"step.{n}": t for n, t in step.tensors().items()}
+        self._watched["sampled"] = memory.sampled[: bounds.logits_places(bucket.tokens)]
+        self._watched["output"] = memory.output.block
+        self._watched |= self._entries
+
+    def _plan(self, step: int) -> StepInputs:
+        while True:
+            idle = self._scheduler.idle
+            if self._scheduler.waiting == 0 and (idle or self._random.random() < ARRIVAL_CHANCE):
+                self._arrive(step)
+            if (inputs := self._scheduler.plan()) is not None:
+                return inputs
+
+    def _arrive(self, step: int) -> None:
+        bounds, rng = self._config.bounds, self._random
+        longest = max(1, min(bounds.max_seq_len - 1, 2 * bounds.max_tokens))
+        prompt = [rng.randrange(bounds.vocab_size) for _ in range(rng.randint(1, longest))]
+        params = SamplingParams(max_new_tokens=rng.randint(1, 8))
+        self._scheduler.submit(new_request(step, prompt, params, bounds, ()))
+
+    def _eager(self) -> None:
+        self._run(self._programs[self._bucket])
+        self._places = self._memory.buffers.kv_slot[: self._bucket.tokens].clone()
+        self._gather()
+
+    def _replay(self) -> None:
+        self._run(self._graphs[self._bucket].replay)
+        self._gather()
+
+    def _run(self, program: Callable[[], None]) -> None:
+        self._stream.submit(program)
+        self._stream.mark().wait()
+
+    def _gather(self) -> None:
+        for name, (pool, page, offset) in self._written_entries().items():
+            self._entries[name].zero_()
+            self._entries[name][: len(page)] = pool[page, :, offset]
+
+    def _spoil(self) -> None:
+        for tensor in self._spoiled:
+            tensor.fill_(float("nan") if tensor.is_floating_point() else HUGE_ID)
+        for pool, page, offset in self._written_entries().values():
+            pool[page, :, offset] = float("nan")
+
+    def _written_entries(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+        """Each pool, with page and offset of the entries that the eager run wrote."""
+        places = self._places[self._places >= 0]
+        size = self._config.bounds.page_size
+        pools = self._memory.pools.tensors()
+        return {name: (pool, places // size, places % size) for name, pool in pools.items()}
