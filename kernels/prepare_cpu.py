@@ -52,19 +52,18 @@ def _spread(count: Array) -> tuple[Array, Array]:
 def _prefix_sum(count: Array, out: Array) -> None:
     """Exclusive prefix sum of counts [n] into out [n+1]."""
     out[0] = 0
-    count.cumsum(out=out[1:])
+    out[1:] = count.cumsum()
 
 
 def _write_items(items: Array, key: Array, count: Array) -> int:
     """Fill a work list: count[row] adjacent items per row, rows by descending key, then by row."""
-    items.fill(-1)
-    if not count.any():
-        return 0
     order = (-key).argsort(kind="stable")
     index, offset = _spread(count[order])
-    items[: len(index), 0] = order[index]
-    items[: len(index), 1] = offset
-    return len(index)
+    total = len(index)
+    items[:total, 0] = order[index]
+    items[:total, 1] = offset
+    items[total:] = -1
+    return total
 
 
 def _chunk_size(span: Array, chunk: int, max_splits: int) -> Array:
@@ -155,14 +154,13 @@ def prepare(
     _scatter(kv_slot, token, np.where(owned, flat, -1), padding=-1)
     _scatter(visible_end, token, shard.local_length(position + 1), padding=0)
 
-    # Logits.
+    # Logits: those of the last token of the sequence and of the drafts after it.
     first = logits_start.numpy()
     _prefix_sum(np.minimum(places, 1 + max_drafts), first)
-    wanted = np.maximum(end - (seq - 1), 0) * some
-    logits_count.numpy()[:] = wanted
-    row, offset = _spread(wanted)
-    places_of_end = start[:-1] + (seq - 1 - context)
-    _scatter(logits_token, first[row] + offset, places_of_end[row] + offset, padding=0)
+    logits_count.numpy()[:] = np.maximum(end - (seq - 1), 0) * some
+    index = first[row] + (draft + 1)
+    wanted = draft >= -1
+    _scatter(logits_token, index[wanted], token[wanted], padding=0)
 
     # Ranges, for all windows at once: [G, tokens] and [G, B]. Window 0 reaches to any start.
     window = np.array([[w or max_seq_len] for w in windows])
