@@ -1,0 +1,1 @@
+"""Benchmarks: workloads, runners, and the records they leave in results/."""
