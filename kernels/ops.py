@@ -76,7 +76,8 @@ admit_*[B] (stop_tokens [B,N]) and release[B] are indexed by slot, page_updates[
 (slot, column, page), slot -1 = unused. For each slot:
   admit_generation >= 0  generation, prompt_len = seq_len, context_len, stop_len, stop_tokens are
                          set, finish = 0, draft_count = 0 (release of the same slot is implied);
-  else release != 0      generation = -1, finish = 4, all lengths and draft_count = 0.
+  else release != 0      generation = -1, finish = 4, context_len, seq_len, prompt_len, stop_len
+                         and draft_count = 0.
 Then page_table[slot, column] = page for every used update. A host never sends two updates of
 one (slot, column) in a step.
 """
@@ -103,7 +104,8 @@ at most T). query_start[B+1] is the exclusive prefix sum of query_len. Row r has
 
 Tokens: place j of row r has position p = context_len[s] + j and *exists* when the row is live,
 p < seq_len[s] + draft_count[s] and p < max_seq_len (= history.shape[1]).
-token_count[r] = tokens that exist in row r (they are a prefix of its places). For t = query_start[r] + j:
+token_count[r] = tokens that exist in row r (they are a prefix of its places). A running slot has
+context_len < seq_len and draft_count <= K. For t = query_start[r] + j:
   input_ids[t] int64     history[s, p] if p < seq_len[s] else draft_tokens[s, p - seq_len[s]]
   positions[t] int64     p
   row_of_token[t]        r (for every place of a row, existing or not; -1 past query_start[B])
@@ -171,7 +173,8 @@ Nothing is loaded for an empty range; entries of K or V outside visible ranges m
 """
 
 greedy = _define("greedy", "Tensor logits, Tensor(a!) sampled")
-"""sampled[L] = index of the largest of logits[L, V] (lowest on ties).
+"""sampled[L] = index of the largest of logits[L, V] (lowest on ties); fp32, bf16 or fp16 with a
+contiguous last dimension and any row stride.
 
 -1 where a row has a NaN or no value above -inf: never an id out of range.
 """

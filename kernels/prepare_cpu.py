@@ -31,7 +31,8 @@ class _Shard:
             return length
         rounds, rest = np.divmod(length, self.size * self.interleave)
         own = np.minimum(np.maximum(rest - self.rank * self.interleave, 0), self.interleave)
-        return rounds * self.interleave + own
+        held: Array = rounds * self.interleave + own
+        return held
 
     def local_position(self, position: Array) -> tuple[Array, Array | bool]:
         """Index of each position among its owner's entries, and whether this rank is the owner."""
@@ -70,7 +71,8 @@ def _chunk_size(span: Array, chunk: int, max_splits: int) -> Array:
     """Smallest chunk * 2**n that covers each span in at most `max_splits` chunks."""
     quotient = -(-span // (chunk * max_splits))
     doublings = np.frexp(np.maximum(quotient - 1, 0).astype(np.float64))[1]  # bit length
-    return np.int64(chunk) << doublings.astype(np.int64)
+    size: Array = np.int64(chunk) << doublings.astype(np.int64)
+    return size
 
 
 def prepare(
