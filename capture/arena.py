@@ -103,6 +103,6 @@ def poison(storage: UntypedStorage) -> None:
     far out of range as an index of 32 or 64 bits.
     """
     words = storage.nbytes() // 4
-    torch.empty(0, dtype=torch.int32).set_(storage, 0, (words,), (1,)).fill_(0x7FFFFFFF)  # type: ignore[call-overload]
-    tail = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))  # type: ignore[call-overload]
+    torch.empty(0, dtype=torch.int32).set_(storage, 0, (words,), (1,)).fill_(0x7FFFFFFF)
+    tail = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
     tail[4 * words :].fill_(0x7F)

@@ -106,7 +106,7 @@ def _warm(
                     _warm_one(program, untouched, runs=WARM_RUNS)
         torch.cuda.synchronize()
     else:
-        name, program = next(reversed(programs.items()))
+        name, program = list(programs.items())[-1]
         with named(name):
             _warm_one(program, untouched, runs=0)
 

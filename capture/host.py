@@ -112,7 +112,7 @@ class _Binder:
                 storage = self._arena.storage
                 offset += self._offsets[view.storage] // view.dtype.itemsize
             tensor = torch.empty(0, dtype=view.dtype)
-            tensor.set_(storage, offset, view.size, view.stride)  # type: ignore[call-overload]
+            tensor.set_(storage, offset, view.size, view.stride)
             self._tensors[view] = tensor
         return tensor
 

@@ -19,13 +19,11 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from .errors import RefusedError
 from .rules import (
-    ADDRESS,
     GRADIENT,
     HOST_DATA,
     HOST_READ,
     LAZY_BITS,
     OPAQUE_RESULT,
-    STORAGE,
     Rule,
     rule_for_function,
     rule_for_op,
@@ -37,6 +35,7 @@ from .storages import (
     has_storage,
     mutated,
     random_state_preserved,
+    tensors_in,
 )
 
 T = TypeVar("T")
@@ -128,7 +127,7 @@ class _FunctionGuard(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         rule = rule_for_function(func, args)
-        if rule is not None and not (rule in (ADDRESS, STORAGE) and called_by_library()):
+        if rule is not None and not (func in _USED_BY_TORCH and called_by_library()):
             raise _refused(func, rule)
         allowed = _allowed_inside(func, args, kwargs)
         if allowed is None:
@@ -138,6 +137,10 @@ class _FunctionGuard(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self._recorder.allowed.pop()
+
+
+# Torch's own Python code compares storages; the caller's addresses are not involved.
+_USED_BY_TORCH = frozenset({Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr})
 
 
 def _allowed_inside(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
@@ -175,6 +178,8 @@ class _Recorder(TorchDispatchMode):
             rule = rule_for_op(func, args, kwargs)
             if rule is not None and rule not in self.allowed:
                 raise _refused(func, rule)
+            if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in((args, kwargs))):
+                raise _refused(func, GRADIENT)
             if _is_composite(func):
                 with self:
                     result = func.decompose(*args, **kwargs)
@@ -223,8 +228,6 @@ class _Recorder(TorchDispatchMode):
             return None
         if not has_storage(leaf):
             raise _refused(func, OPAQUE_RESULT)
-        if leaf.requires_grad and leaf.grad_fn is not None:
-            raise _refused(func, GRADIENT)
         number = self._number(leaf)
         if number in inputs:
             return None

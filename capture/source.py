@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import sysconfig
 from dataclasses import dataclass
 from types import FrameType
 
@@ -12,6 +13,7 @@ import torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(__file__) + os.sep
+_PYTHON = sysconfig.get_paths()["stdlib"] + os.sep  # installed packages lie below it too
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +34,14 @@ class Place:
 
 
 def is_library(file: str) -> bool:
-    """Whether the file belongs to torch or to this folder."""
+    """Whether the file belongs to torch, to this folder or to Python itself."""
+    if file.startswith(_PYTHON):
+        return "-packages" not in file or file.startswith(_TORCH)
     return file.startswith((_TORCH, _HERE))
 
 
 def user_place() -> Place:
-    """Innermost line on the stack that belongs neither to torch nor to this folder."""
+    """Innermost line on the stack that belongs to the caller or a package of theirs."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -48,7 +52,7 @@ def user_place() -> Place:
 
 
 def called_by_library() -> bool:
-    """Whether the code that called a torch function is torch's or this folder's own.
+    """Whether the code that called a torch function is no code of the caller's.
 
     Looks past the frames of the override machinery and of the function itself.
     """
