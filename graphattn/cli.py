@@ -81,9 +81,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     _quiet()
     import torch
 
+    from graphattn.capturing import capture
     from graphattn.demo import smollm2
     from graphattn.demo.runs import run_engine
-    from graphattn.engine import capture
     from graphattn.text import LineWriter, TextStream, encode, load
 
     smol = arguments.model == "smollm2"

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 MAX_LINES = 400
 
 # Data flows down this list; a module imports only modules above its own. `models` stands where the
-# contract is needed; the adapters beside it are known to the engine and its clients only.
+# contract is needed; the adapters beside it are known to `capture` and its clients only.
 FLOW = [
     "errors",
     "bounds",
@@ -42,7 +42,12 @@ FLOW = [
     "__main__",
 ]
 DOOR = "__init__"  # the public door imports what it likes
-CLIENTS = {"text", "demo", "cli", "__main__"}  # users of the engine: tokens are theirs to read and write
+CLIENTS = {
+    "text",
+    "demo",
+    "cli",
+    "__main__",
+}  # they use the engine: tokens are theirs
 MODEL_USERS = {"models", "capturing"} | CLIENTS
 
 KERNELS = sorted(ROOT.glob("kernels/**/*.py"))
@@ -104,7 +109,7 @@ def test_runtime_imports_itself_by_its_full_name(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", RUNTIME, ids=name)
-def test_only_the_engine_knows_the_model_adapters(path: Path) -> None:
+def test_only_capture_knows_the_model_adapters(path: Path) -> None:
     if stage(path) in MODEL_USERS | {DOOR}:
         return
     models = {n.split(".")[2] for n in imports(path) if n.startswith("graphattn.models.")}
