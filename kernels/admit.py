@@ -6,9 +6,12 @@ independent of each other.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .layout import check_contiguous
 
 BLOCK = 128  # slots, and page updates, of one program
 
@@ -86,7 +89,29 @@ def admit(
     draft_count: Tensor,
     page_table: Tensor,
 ) -> None:
-    """Apply admissions, releases and page updates to the slot state."""
+    """Apply admissions, releases and page updates to the slot state.
+
+    Raises `ValueError` that names a tensor of another dtype or not contiguous.
+    """
+    check_contiguous(
+        torch.int32,
+        admit_generation=admit_generation,
+        release=release,
+        admit_prompt_len=admit_prompt_len,
+        admit_context_len=admit_context_len,
+        admit_stop_len=admit_stop_len,
+        admit_stop_tokens=admit_stop_tokens,
+        page_updates=page_updates,
+        generation=generation,
+        finish=finish,
+        context_len=context_len,
+        seq_len=seq_len,
+        prompt_len=prompt_len,
+        stop_len=stop_len,
+        stop_tokens=stop_tokens,
+        draft_count=draft_count,
+        page_table=page_table,
+    )
     num_slots, num_updates = generation.shape[0], page_updates.shape[0]
     stops = stop_tokens.shape[1]
     _admit_kernel[(triton.cdiv(max(num_slots, num_updates), BLOCK),)](

@@ -6,9 +6,12 @@ place before it was an accepted draft that ended nothing.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .layout import check_contiguous
 
 
 @triton.jit(do_not_specialize=["max_seq_len"])
@@ -112,7 +115,33 @@ def commit(
     out_context_len: Tensor,
     out_tokens: Tensor,
 ) -> None:
-    """Accept drafts, append emitted tokens, end requests, fill the output block."""
+    """Accept drafts, append emitted tokens, end requests, fill the output block.
+
+    Raises `ValueError` that names a tensor of another dtype or not contiguous.
+    """
+    check_contiguous(
+        torch.int32,
+        sampled=sampled,
+        slot_of_row=slot_of_row,
+        token_count=token_count,
+        logits_start=logits_start,
+        logits_count=logits_count,
+        generation=generation,
+        stop_len=stop_len,
+        stop_tokens=stop_tokens,
+        draft_tokens=draft_tokens,
+        context_len=context_len,
+        seq_len=seq_len,
+        finish=finish,
+        history=history,
+        draft_count=draft_count,
+        out_slot=out_slot,
+        out_generation=out_generation,
+        out_count=out_count,
+        out_finish=out_finish,
+        out_context_len=out_context_len,
+        out_tokens=out_tokens,
+    )
     num_rows, places = out_tokens.shape
     stops = stop_tokens.shape[1]
     _commit_kernel[(num_rows,)](

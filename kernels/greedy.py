@@ -8,10 +8,12 @@ the end.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .layout import check_contiguous
 from .strides import stride_unit
 
 BLOCK = 4096  # logits of one iteration
@@ -64,6 +66,7 @@ def greedy(logits: Tensor, sampled: Tensor) -> None:
     logits [L, V] fp32, bf16 or fp16 with a contiguous last dimension and any row stride.
     Raises `ValueError` on other strides.
     """
+    check_contiguous(torch.int32, sampled=sampled)
     num_rows, vocab = logits.shape
     if logits.stride(1) != 1:
         raise ValueError(f"logits: wanted a contiguous last dimension, got {logits.stride()}")

@@ -12,11 +12,13 @@ A row without tokens loads nothing through its slot, which may be -1.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .dcp_math import local_length, local_position, owner
+from .layout import check_contiguous
 
 BLOCK = 512  # places of one vector
 
@@ -311,7 +313,45 @@ def prepare(
     max_splits: int,
     prefill_block: int,
 ) -> None:
-    """Derive tokens, visible ranges, logits places and work lists of a step."""
+    """Derive tokens, visible ranges, logits places and work lists of a step.
+
+    Raises `ValueError` that names a tensor of another dtype or not contiguous.
+    """
+    check_contiguous(
+        torch.int32,
+        slot_of_row=slot_of_row,
+        query_len=query_len,
+        context_len=context_len,
+        seq_len=seq_len,
+        prompt_len=prompt_len,
+        finish=finish,
+        history=history,
+        draft_tokens=draft_tokens,
+        draft_count=draft_count,
+        page_table=page_table,
+        row_of_token=row_of_token,
+        visible_start=visible_start,
+        visible_end=visible_end,
+        query_start=query_start,
+        token_count=token_count,
+        logits_start=logits_start,
+        logits_count=logits_count,
+        row_begin=row_begin,
+        row_end=row_end,
+        row_chunk=row_chunk,
+        row_splits=row_splits,
+        decode_items=decode_items,
+        decode_count=decode_count,
+        prefill_items=prefill_items,
+        prefill_count=prefill_count,
+    )
+    check_contiguous(
+        torch.int64,
+        input_ids=input_ids,
+        positions=positions,
+        kv_slot=kv_slot,
+        logits_token=logits_token,
+    )
     num_rows = slot_of_row.shape[0]
     max_seq_len = history.shape[1]
     rows = triton.next_power_of_2(num_rows)

@@ -462,6 +462,14 @@ def test_a_full_batch_that_is_no_power_of_two(run: Run) -> None:
     assert_same(run(step), step.run(prepare_ref))
 
 
+def test_scattered_buffers_are_refused() -> None:
+    """The kernels address visible ranges of group g at g * T, whatever the buffer's strides."""
+    step = make_step(Config(batch=1, tokens=4, max_seq_len=8, windows=(0, 3)), [decode(0, 5)])
+    args = {**step.inputs, **step.outputs, "visible_start": step.visible_start.T.contiguous().T}
+    with pytest.raises(ValueError, match=r"visible_start: wanted contiguous torch.int32"):
+        prepare_triton(*args.values(), *step.config.integers)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 37, 1000])
 def test_op_on_cuda(batch: int) -> None:
