@@ -1,0 +1,212 @@
+"""Adapter of transformers causal LMs: their attention function becomes `step.attend`.
+
+The owner's model is not touched. The adapter runs a second tree of modules over the same
+parameters and buffers, with a configuration of its own that names our attention function.
+That tree is observed once, on two tokens: what each layer hands to its attention function, and
+the mask that the model means to build, give geometry, window, soft-cap and sinks. In a step
+each layer is held to what was observed.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from graphattn.errors import UnsupportedModelError
+from graphattn.models.contract import AttentionLayer, ModelStep
+from graphattn.models.transformers_calls import OBSERVE, RUN, Call, Geometry, MaskShape
+from graphattn.models.transformers_checks import check, unsupported
+
+
+def adapt(model: object) -> TransformersModel:
+    """The step model of a transformers causal LM.
+
+    Raises `UnsupportedModelError`, which says what is missing.
+    """
+    owner = check(model)
+    config = owner.config.get_text_config(decoder=True)
+    module = _second_tree(owner)
+    _set_attention(module, OBSERVE)
+    layers, logits = _observe(module, config.num_hidden_layers)
+    _set_attention(module, RUN)
+    return TransformersModel(
+        module,
+        layers,
+        vocab_size=logits.shape[-1],
+        max_seq_len=config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(owner),
+    )
+
+
+class TransformersModel:
+    """Meets `contract.StepModel`. Made by `adapt`.
+
+    `module` is the tree that runs: it shares every parameter and buffer with the owner's model,
+    so weights updated in place are seen.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        layers: tuple[_ObservedLayer, ...],
+        *,
+        vocab_size: int,
+        max_seq_len: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.module = module
+        self.attention_layers = tuple(layer.spec for layer in layers)
+        self.vocab_size = vocab_size
+        self.max_seq_len = max_seq_len
+        self.eos_token_ids = eos_token_ids
+        self.dtype = layers[0].kv_dtype
+        self.device = layers[0].device
+        self._expected = {x.layer_idx: (i, x.geometry) for i, x in enumerate(layers)}
+        # Any 2-D mask keeps transformers from looking for packed sequences, which reads a device
+        # value; its content is not used.
+        self._mask = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+
+    def __call__(self, step: ModelStep) -> Tensor:
+        """Logits [L, vocab_size] of the places `step.logits_token`."""
+        output = self.module(
+            input_ids=step.input_ids.unsqueeze(0),
+            position_ids=step.positions.unsqueeze(0),
+            attention_mask=self._mask.expand(1, step.input_ids.shape[0]),
+            use_cache=False,
+            logits_to_keep=step.logits_token,
+            return_dict=True,
+            graphattn_caller=_Runner(step, self._expected),
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """Hands the calls of one forward to a step."""
+
+    step: ModelStep
+    expected: Mapping[int, tuple[int, Geometry]]  # by layer_idx
+
+    def attend(self, call: Call) -> Tensor:
+        layer, geometry = self.expected[call.layer_idx]
+        if call.geometry != geometry:
+            raise UnsupportedModelError(
+                f"layer {call.layer_idx} changed its attention since it was captured: "
+                f"was {geometry}, is {call.geometry}"
+            )
+        return self.step.attend(layer, call.q, call.k, call.v)
+
+
+class _Observer:
+    """Keeps the calls of one forward; their result is zero."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def attend(self, call: Call) -> Tensor:
+        self.calls.append(call)
+        geometry = call.geometry
+        return call.q.new_zeros(call.q.shape[0], geometry.num_q_heads, geometry.value_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class _ObservedLayer:
+    layer_idx: int
+    geometry: Geometry
+    spec: AttentionLayer
+    kv_dtype: torch.dtype
+    device: torch.device
+
+
+def _second_tree(model: PreTrainedModel) -> PreTrainedModel:
+    """Modules and configuration copied, parameters and buffers shared."""
+    shared = {id(x): x for x in itertools.chain(model.parameters(), model.buffers())}
+    return copy.deepcopy(model, shared)
+
+
+def _set_attention(module: PreTrainedModel, implementation: str) -> None:
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            config._attn_implementation = implementation
+
+
+@torch.no_grad()
+def _observe(module: PreTrainedModel, num_layers: int) -> tuple[tuple[_ObservedLayer, ...], Tensor]:
+    """What each layer asks for, in the order of layers, and logits [1, vocab_size]."""
+    observer = _Observer()
+    device = next(module.parameters()).device
+    places = torch.arange(2, device=device).unsqueeze(0)
+    try:
+        output = module(
+            input_ids=torch.zeros_like(places),
+            position_ids=places,
+            attention_mask=torch.ones_like(places, dtype=torch.bool),
+            use_cache=False,
+            logits_to_keep=places[0, 1:],
+            return_dict=True,
+            graphattn_caller=observer,
+        )
+    except UnsupportedModelError as error:
+        raise unsupported(module, str(error)) from None
+    except Exception as error:
+        raise unsupported(
+            module, f"its forward failed on two tokens: {type(error).__name__}: {error}"
+        ) from error
+    layers = sorted(
+        (_observed_layer(module, call) for call in observer.calls), key=lambda x: x.layer_idx
+    )
+    if [x.layer_idx for x in layers] != list(range(num_layers)):
+        raise unsupported(
+            module,
+            f"of {num_layers} layers, {len({x.layer_idx for x in layers})} called the attention "
+            f"function, {len(layers)} times in all; every layer must, once (recurrent, "
+            "state-space and shared layers, and attention code of its own, are not supported)",
+        )
+    if output.logits.shape[:2] != (1, 1):
+        raise unsupported(module, "its forward ignores logits_to_keep")
+    return tuple(layers), output.logits[0]
+
+
+def _observed_layer(module: PreTrainedModel, call: Call) -> _ObservedLayer:
+    geometry, mask = call.geometry, call.mask
+    name = f"layer {call.layer_idx}"
+    if not isinstance(mask, MaskShape):
+        raise unsupported(module, f"{name} builds an attention mask of its own")
+    if geometry.window not in (None, mask.window):
+        raise unsupported(
+            module, f"{name} asks for window {geometry.window} under a mask of {mask.window}"
+        )
+    if geometry.value_dim != geometry.head_dim:
+        raise unsupported(
+            module, f"{name}: keys of size {geometry.head_dim}, values of {geometry.value_dim}"
+        )
+    biases = [k for k, x in call.options.items() if isinstance(x, Tensor) and k != "position_ids"]
+    if biases:
+        raise unsupported(module, f"{name} adds to its attention: {', '.join(biases)}")
+    spec = AttentionLayer(
+        num_q_heads=geometry.num_q_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        head_dim=geometry.head_dim,
+        scale=geometry.scale,
+        softcap=geometry.softcap,
+        window=mask.window,
+        sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
+    )
+    return _ObservedLayer(call.layer_idx, geometry, spec, call.k.dtype, call.k.device)
+
+
+def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """Of the generation configuration, which is what `generate` goes by."""
+    eos: Any = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, (list, tuple)) else (int(eos),)
