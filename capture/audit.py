@@ -246,7 +246,7 @@ class _OpAudit(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, auditor: _Auditor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._auditor = auditor
 
     def __torch_dispatch__(

@@ -16,6 +16,7 @@ from .eager import EagerGraph
 from .errors import CaptureError
 from .graph import Graph, gc_paused
 from .host import HostGraph
+from .prepack import PackedWeights
 from .record import grad_mode
 from .storages import Preserved, PreserveMode, random_state_preserved
 
@@ -46,7 +47,10 @@ def capture_family(
     random states and garbage collection are as before.
     """
     graphs: dict[str, Graph] = {}
-    make = _backend(backend, device=device, stream=stream, untouched=tuple(untouched))
+    packed = PackedWeights((weights or {}).values() if prepack else ())
+    make = _backend(
+        backend, device=device, stream=stream, untouched=tuple(untouched), packed=packed
+    )
     try:
         with gc_paused(), random_state_preserved(device):
             _warm(programs, backend=backend, stream=stream, untouched=untouched)
@@ -69,10 +73,11 @@ def _backend(
     device: torch.device,
     stream: torch.cuda.Stream | None,
     untouched: tuple[Tensor, ...],
+    packed: PackedWeights,
 ) -> Callable[[str], Graph]:
     if backend == "host":
         arena = Arena()
-        return lambda name: HostGraph(name, arena=arena, untouched=untouched)
+        return lambda name: HostGraph(name, arena=arena, untouched=untouched, packed=packed)
     if backend == "eager":
         return lambda name: EagerGraph(name, device=device, untouched=untouched)
     if backend == "cuda":

@@ -4,34 +4,40 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map_only
 
-from .arena import Arena, Lifetime, plan, poison
+from .arena import Arena
+from .bind import Binder
 from .graph import Graph, GraphInfo, GraphState
-from .record import Op, Recording, View, grad_mode, record
+from .prepack import PackedLinear, PackedWeights
+from .record import grad_mode, record
 
 T = TypeVar("T")
-aten = torch.ops.aten
 
 
 class HostGraph(Graph):
     """A program on CPU tensors, replayed operation by operation without its Python code.
 
     Follows the rules of a CUDA graph, so that what captures here captures there. Intermediates
-    live in `arena`, which a family of graphs shares.
+    live in `arena`, which a family of graphs shares, as it shares `packed` weights. A replay
+    equals an eager run bit for bit unless linears are packed.
     """
 
     def __init__(
-        self, name: str, *, arena: Arena | None = None, untouched: Iterable[Tensor] = ()
+        self,
+        name: str,
+        *,
+        arena: Arena | None = None,
+        untouched: Iterable[Tensor] = (),
+        packed: PackedWeights | None = None,
     ) -> None:
         super().__init__(name)
         self._arena = arena or Arena()
         self._untouched = tuple(untouched)
+        self._packed = packed or PackedWeights(())
+        self._packs: tuple[PackedLinear, ...] = ()
         self._calls: list[Callable[[], Any]] = []
         self._kinds: Counter[str] = Counter()
         self._memory_bytes = 0
@@ -53,140 +59,22 @@ class HostGraph(Graph):
         recording = finish()
         self._inference = recording.inference
         with recording.mode():
-            binder = _Binder(recording, self._arena)
-            for op in recording.ops:
-                kind, call = binder.bind(op)
+            binder = Binder(recording, self._arena, self._packed)
+            for kind, call in binder.calls():
                 self._kinds[kind] += 1
                 self._calls.append(call)
             binder.poison()
+        self._packs = binder.packs
         self._memory_bytes = binder.memory_bytes
         return outputs
 
     def _replay(self) -> None:
         with grad_mode(self._inference):
+            for pack in self._packs:
+                pack.refresh()
             for call in self._calls:
                 call()
 
     def _close(self) -> None:
         self._calls.clear()
-
-
-class _Binder:
-    """Gives every tensor of a recording its place and turns operations into bound calls."""
-
-    def __init__(self, recording: Recording, arena: Arena) -> None:
-        self._recording = recording
-        self._arena = arena
-        self._tensors: dict[View, Tensor] = {}
-        lifetimes = _lifetimes(recording)
-        offsets, total = plan(list(lifetimes.values()))
-        self._offsets = dict(zip(lifetimes, offsets, strict=True))
-        self.memory_bytes = arena.reserve(total) + sum(
-            recording.nbytes[number] for number in recording.kept if number in recording.born
-        )
-
-    def bind(self, op: Op) -> tuple[str, Callable[[], Any]]:
-        """How the operation is replayed, and the call that does it."""
-        args, kwargs = tree_map_only(View, self._tensor, (op.args, op.kwargs))
-        targets = [None if view is None else self._tensor(view) for view in op.fresh]
-        if all(target is None for target in targets):
-            return "in place", partial(op.func._op, *args, **kwargs)
-        written = _written_directly(op, args, kwargs, targets)
-        if written is not None:
-            return "out", written
-        return "copy", partial(_run_and_copy, op.func._op, args, kwargs, targets)
-
-    def poison(self) -> None:
-        """Spoil everything that a replay has to write before it can be read."""
-        poison(self._arena.storage)
-        for number, storage in self._recording.kept.items():
-            if number in self._recording.born:
-                poison(storage)
-
-    def _tensor(self, view: View) -> Tensor:
-        tensor = self._tensors.get(view)
-        if tensor is None:
-            storage = self._recording.kept.get(view.storage)
-            offset = view.offset
-            if storage is None:
-                storage = self._arena.storage
-                offset += self._offsets[view.storage] // view.dtype.itemsize
-            tensor = torch.empty(0, dtype=view.dtype)
-            tensor.set_(storage, offset, view.size, view.stride)
-            self._tensors[view] = tensor
-        return tensor
-
-
-def _lifetimes(recording: Recording) -> dict[int, Lifetime]:
-    """First and last use of every storage that the program did not keep."""
-    lifetimes: dict[int, Lifetime] = {}
-    for i, op in enumerate(recording.ops):
-        for leaf in tree_iter((op.args, op.kwargs, op.fresh)):
-            if isinstance(leaf, View) and leaf.storage not in recording.kept:
-                first = lifetimes[leaf.storage].first if leaf.storage in lifetimes else i
-                lifetimes[leaf.storage] = Lifetime(first, i, recording.nbytes[leaf.storage])
-    return lifetimes
-
-
-def _run_and_copy(func: Any, args: Any, kwargs: Any, targets: list[Tensor | None]) -> None:
-    results = tree_iter(func(*args, **kwargs))
-    for target, result in zip(targets, results, strict=True):
-        if target is not None:
-            target.copy_(result)
-
-
-def _written_directly(
-    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], targets: list[Tensor | None]
-) -> Callable[[], Any] | None:
-    """A call that writes the outputs in place instead of allocating them, if there is one."""
-    if op.func._schema.is_mutable or not all(isinstance(t, Tensor) for t in targets):
-        return None
-    packet = op.func.overloadpacket
-    if packet in _COPIES:
-        return partial(aten.copy_.default._op, targets[0], args[0])
-    overload = _out_overload(op.func)
-    if overload is None:
-        return None
-    func, names = overload
-    options = {name: value for name, value in kwargs.items() if name not in _TENSOR_OPTIONS}
-    return partial(func._op, *args, **options, **dict(zip(names, targets, strict=True)))
-
-
-_COPIES = frozenset({aten.clone, aten._to_copy})
-_TENSOR_OPTIONS = ("dtype", "layout", "device", "pin_memory")
-_out_overloads: dict[Any, tuple[Any, list[str]] | None] = {}
-
-
-def _out_overload(func: Any) -> tuple[Any, list[str]] | None:
-    """The overload of `func` with the same arguments plus outputs, if it has a kernel of its own.
-
-    Generated out variants run the functional one and copy: nothing is gained by them.
-    """
-    if func not in _out_overloads:
-        _out_overloads[func] = _find_out_overload(func) if func.namespace == "aten" else None
-    return _out_overloads[func]
-
-
-def _find_out_overload(func: Any) -> tuple[Any, list[str]] | None:
-    wanted = _signature(func, options=False)
-    for name in func.overloadpacket.overloads():
-        overload = getattr(func.overloadpacket, name)
-        outs = [argument for argument in overload._schema.arguments if argument.is_out]
-        if (
-            outs
-            and len(outs) == len(func._schema.returns)
-            and all(str(argument.type) == "Tensor" for argument in outs)
-            and wanted in (_signature(overload, options=True), _signature(overload, options=False))
-            and torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CPU")
-        ):
-            return overload, [argument.name for argument in outs]
-    return None
-
-
-def _signature(func: Any, *, options: bool) -> list[tuple[str, str]]:
-    """Names and types of the arguments that are no outputs, with or without tensor options."""
-    return [
-        (argument.name, str(argument.type))
-        for argument in func._schema.arguments
-        if not argument.is_out and (options or argument.name not in _TENSOR_OPTIONS)
-    ]
+        self._packs = ()

@@ -162,7 +162,7 @@ class _Recorder(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, preserved: Preserved) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.allowed: list[Rule] = []
         self._preserved = preserved
         self._storages = Storages()

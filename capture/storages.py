@@ -86,7 +86,7 @@ class PreserveMode(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, preserved: Preserved) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._preserved = preserved
         self._storages = Storages()
 

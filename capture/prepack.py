@@ -1,0 +1,129 @@
+"""Constant linears of the host backend, with weights packed for oneDNN.
+
+A captured graph freezes the addresses of weights, not their values, so packed copies follow the
+version counters of their sources: an in-place update is seen at the next replay and packed
+again. An update that hides from the counter (through `.data`) is not seen.
+
+Consecutive linears of one input (query, key and value; gate and up) become one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .record import Op, Recording, View
+
+aten = torch.ops.aten
+
+MIN_ELEMENTS = 1 << 17  # below, oneDNN's cost per call outweighs what packing saves
+PACKED_ROWS = 8  # one layout for all buckets: within a few percent of one per bucket, rows 1 to 512
+
+
+@dataclass(frozen=True, slots=True)
+class ConstantLinear:
+    """An operation that multiplies `x` [T, K] with a constant weight [N, K], plus `bias` [N]."""
+
+    x: View
+    bias: View | None
+    weight: Tensor
+
+
+class PackedWeights:
+    """Packed copies of constant weights, shared by the graphs of a family.
+
+    Takes the contiguous 2-D float32 tensors among `weights`. Inference tensors are left out: they
+    have no version counter, so a change could not be noticed.
+    """
+
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        self._weights = {_key(w.detach()): w for w in weights if _packable(w)}
+        self._packs: dict[tuple[int, ...], PackedLinear] = {}
+
+    def match(self, op: Op, recording: Recording) -> ConstantLinear | None:
+        """The operation as a linear over one of the weights, or None."""
+        if op.func is aten.mm.default:
+            bias, (x, transposed) = None, op.args
+        elif op.func is aten.addmm.default and not op.kwargs:
+            bias, x, transposed = op.args
+        else:
+            return None
+        storage = recording.kept.get(transposed.storage)
+        if storage is None or transposed.stride != (1, transposed.size[0]):
+            return None
+        weight = self._weights.get((storage._cdata, transposed.offset, transposed.size[::-1]))
+        if weight is None or x.dtype is not torch.float32 or x.stride != (x.size[1], 1):
+            return None
+        return ConstantLinear(x, bias, weight)
+
+    def packed(self, weights: Sequence[Tensor]) -> PackedLinear:
+        """The packed copy of `weights` stacked along N; made at the first request."""
+        key = tuple(map(id, weights))
+        if key not in self._packs:
+            self._packs[key] = PackedLinear(tuple(weights))
+        return self._packs[key]
+
+
+class PackedLinear:
+    """One packed copy of weights [N_i, K] stacked along N."""
+
+    def __init__(self, weights: tuple[Tensor, ...]) -> None:
+        self.weights = weights
+        self.nbytes = sum(weight.nbytes for weight in weights)
+        self._versions: tuple[int, ...] = ()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Pack again when a weight was written since."""
+        versions = tuple([weight._version for weight in self.weights])
+        if versions != self._versions:
+            stacked = torch.cat([weight.detach() for weight in self.weights])
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(stacked, PACKED_ROWS)
+            self._versions = versions
+
+    def call(self, x: Tensor, bias: Tensor | None, targets: Sequence[Tensor]) -> Callable[[], None]:
+        """A call that writes x @ weights.T + bias into `targets`, one [T, N_i] per weight."""
+        linear = torch.ops.mkldnn._linear_pointwise.default._op
+        sizes = [target.shape[1] for target in targets]
+
+        def run_one() -> None:
+            targets[0].copy_(linear(x, self.packed, bias, "none", [], ""))
+
+        def run() -> None:
+            result = linear(x, self.packed, bias, "none", [], "")
+            for target, part in zip(targets, result.split(sizes, 1), strict=True):
+                target.copy_(part)
+
+        return run_one if len(targets) == 1 else run
+
+
+def constant_linears(
+    ops: Sequence[Op], start: int, weights: PackedWeights, recording: Recording
+) -> list[ConstantLinear]:
+    """The linears from `start` on that can run as one: same input, no bias unless alone."""
+    group: list[ConstantLinear] = []
+    for op in ops[start:]:
+        linear = weights.match(op, recording)
+        if linear is None or (group and (linear.bias or group[0].bias or linear.x != group[0].x)):
+            break
+        group.append(linear)
+    return group
+
+
+def _packable(weight: Tensor) -> bool:
+    return (
+        weight.dim() == 2
+        and weight.dtype is torch.float32
+        and weight.device.type == "cpu"
+        and weight.is_contiguous()
+        and weight.numel() >= MIN_ELEMENTS
+        and not weight.is_inference()
+    )
+
+
+def _key(weight: Tensor) -> Any:
+    return weight.untyped_storage()._cdata, weight.storage_offset(), tuple(weight.shape)
