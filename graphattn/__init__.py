@@ -3,6 +3,7 @@
 from graphattn._capture.errors import CaptureError
 from graphattn.capturing import capture
 from graphattn.config import Bucket
+from graphattn.dcp import DCP, VirtualGroup
 from graphattn.engine import Engine
 from graphattn.errors import (
     ConfigError,
@@ -19,6 +20,7 @@ from graphattn.request import Completion, Event, FinishReason, Request, Sampling
 __version__ = "0.1.0"
 
 __all__ = [
+    "DCP",
     "Bucket",
     "BucketReport",
     "CaptureError",
@@ -37,5 +39,6 @@ __all__ = [
     "Stats",
     "StepError",
     "UnsupportedModelError",
+    "VirtualGroup",
     "capture",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from graphattn.bounds import Bounds
+from graphattn.dcp import ContextParallel
 from graphattn.errors import UnsupportedModelError
 from graphattn.kernels import ops
 from graphattn.kernels.tiles import MAX_HEAD_DIM, arch_of, attention_tiles
@@ -103,28 +105,69 @@ class Workspace:
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """The attention of all layers of one model over one set of pages."""
+class Shard:
+    """What one DCP rank has of its own: metadata of its share, pages, workspace."""
 
-    layers: tuple[AttentionLayer, ...]
-    bounds: Bounds
-    shape: WorkShape
-    page_table: Tensor  # [B, pages_per_seq]
-    slot_of_row: Tensor  # [B]
+    bounds: Bounds  # with this rank's `dcp_rank`
+    buffers: StepBuffers
     pools: KVPools
     workspace: Workspace
 
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The attention of all layers of one model over the pages of this process's ranks."""
+
+    layers: tuple[AttentionLayer, ...]
+    shape: WorkShape
+    page_table: Tensor  # [B, pages_per_seq]; the same page ids serve every rank
+    slot_of_row: Tensor  # [B]
+    shards: tuple[Shard, ...]
+    parallel: ContextParallel | None
+
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: StepBuffers, *, mixed: bool
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        steps: Sequence[StepBuffers],
+        *,
+        mixed: bool,
     ) -> Tensor:
-        """See `ModelStep.attend`. `mixed` says whether the step can hold prefill rows."""
-        spec, work, bounds = self.layers[layer], self.workspace, self.bounds
+        """See `ModelStep.attend`. `steps` has the metadata of each shard, `mixed` says whether the
+        step can hold prefill rows."""
+        sinks, parallel = self.layers[layer].sinks, self.parallel
+        if parallel is None:
+            return self._attend(self.shards[0], layer, q, k, v, steps[0], sinks, mixed)[0]
+        sharded = parallel.heads_sharded(q, self.layers[layer])
+        whole = parallel.gather(q) if sharded else q
+        parts = [
+            self._attend(shard, layer, whole, k, v, step, None, mixed)
+            for shard, step in zip(self.shards, steps, strict=True)
+        ]
+        outs, lses = zip(*parts, strict=True)
+        return parallel.combine(outs, lses, sinks, sharded=sharded)
+
+    def _attend(
+        self,
+        shard: Shard,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        step: StepBuffers,
+        sinks: Tensor | None,
+        mixed: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention over one shard: out [T, Hq, D] and lse [T, Hq]."""
+        spec, work, bounds = self.layers[layer], shard.workspace, shard.bounds
         group = self.shape.windows.index(spec.window)
-        keys, values = self.pools.keys[layer], self.pools.values[layer]
+        keys, values = shard.pools.keys[layer], shard.pools.values[layer]
         ops.kv_write(k, v, step.kv_slot, keys, values)
         tokens, heads, dim = q.shape
         places = (bounds.max_batch, self.shape.max_splits, bounds.decode_query_len, heads)
-        num_places = places[0] * places[1] * places[2] * places[3]
+        num_places = math.prod(places)
         out = work.out[: tokens * heads * dim].view(tokens, heads, dim)
         lse = work.lse[: tokens * heads].view(tokens, heads)
         ops.attend(
@@ -144,7 +187,7 @@ class Attention:
             step.decode_count[group : group + 1],
             step.prefill_items if mixed else None,
             step.prefill_count if mixed else None,
-            spec.sinks,
+            sinks,
             work.partial_out[: num_places * dim].view(*places, dim),
             work.partial_lse[:num_places].view(places),
             out,
@@ -154,4 +197,4 @@ class Attention:
             bounds.decode_query_len,
             self.shape.prefill_block,
         )
-        return out
+        return out, lse

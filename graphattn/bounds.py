@@ -46,6 +46,11 @@ def max_local_length(L: int, W: int, I: int) -> int:
     return local_length(L, 0, W, I)
 
 
+def tokens_in_shard(c: int, W: int, I: int) -> int:
+    """Longest sequence of which no rank holds more than `c` entries: rank 0's limit."""
+    return c // I * W * I + c % I
+
+
 def prefix_unit(page_size: int, W: int, I: int) -> int:
     """Tokens in the smallest prefix that fills whole pages on every rank.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graphattn.dcp import DCP
 from graphattn.engine import Engine
 from graphattn.errors import wrong
 from graphattn.models import adapt
@@ -23,6 +24,7 @@ def capture(
     memory_budget: int | None = None,
     buckets: Sequence[int] | None = None,
     backend: str = "auto",
+    dcp: DCP | None = None,
     run_ahead: int = 2,
     max_queue: int = 4096,
     prepack: bool = True,
@@ -46,6 +48,7 @@ def capture(
         buckets: row counts for which a decode graph is captured, ascending, ending with
             `max_batch`. Default: powers of two.
         backend: "cuda", "host" (record and replay on a CPU), "eager" (no graph), or "auto".
+        dcp: shard the KV cache of every request over a group of ranks.
         run_ahead: steps that may be launched before their results are read, 1 to 4.
         max_queue: requests that may wait for a slot.
         prepack: host backend, float32: pack the weights of linears for the CPU. Costs a second
@@ -69,6 +72,7 @@ def capture(
             memory_budget=memory_budget,
             buckets=buckets,
             backend=backend,
+            dcp=dcp,
             run_ahead=run_ahead,
             max_queue=max_queue,
             prepack=prepack,

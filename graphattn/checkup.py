@@ -51,16 +51,12 @@ class Checkup:
         )
         self._entries = {  # what a run leaves in the pages at the places of its tokens
             name: torch.zeros(bounds.max_tokens, pool.shape[1], pool.shape[3]).to(pool)
-            for name, pool in memory.pools.tensors().items()
+            for name, pool in memory.pools().items()
         }
-        self._places = torch.empty(0, dtype=torch.int64)  # KV slots that the eager run wrote
+        self._places: list[Tensor] = []  # KV slots that the eager run wrote, by shard
         self._watched: dict[str, Tensor] = {}
         self._choose(config.buckets.decode[0])
-        self._spoiled = [
-            *memory.buffers.tensors().values(),
-            *memory.workspace.tensors().values(),
-            memory.sampled,
-        ]
+        self._spoiled = list(memory.scratch().values())
 
     def run(self, steps: int) -> VerifyReport:
         """Verify `steps` steps. The slot state is as before afterwards; page contents are not."""
@@ -97,9 +93,9 @@ class Checkup:
         """The bucket of the next step, and what that step promises to write."""
         memory, bounds = self._memory, self._config.bounds
         self._bucket = bucket
-        step = memory.buffers.narrow(bounds, memory.shape, bucket.tokens)
         self._watched |= {f"state.{n}": t for n, t in memory.state.tensors().items()}
-        self._watched |= {f"step.{n}": t for n, t in step.tensors().items()}
+        for rank, step in enumerate(memory.narrow(bucket.tokens)):
+            self._watched |= {f"step.{n}@{rank}": t for n, t in step.tensors().items()}
         self._watched["sampled"] = memory.sampled[: bounds.logits_places(bucket.tokens)]
         self._watched["output"] = memory.output.block
         self._watched |= self._entries
@@ -121,7 +117,7 @@ class Checkup:
 
     def _eager(self) -> None:
         self._run(self._programs[self._bucket])
-        self._places = self._memory.buffers.kv_slot[: self._bucket.tokens].clone()
+        self._places = [s.kv_slot.clone() for s in self._memory.narrow(self._bucket.tokens)]
         self._gather()
 
     def _replay(self) -> None:
@@ -145,7 +141,10 @@ class Checkup:
 
     def _written_entries(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """Each pool, with page and offset of the entries that the eager run wrote."""
-        places = self._places[self._places >= 0]
-        size = self._config.bounds.page_size
-        pools = self._memory.pools.tensors()
-        return {name: (pool, places // size, places % size) for name, pool in pools.items()}
+        entries = {}
+        for shard, kv_slot in zip(self._memory.shards, self._places, strict=True):
+            places = kv_slot[kv_slot >= 0]
+            page, offset = places // shard.bounds.page_size, places % shard.bounds.page_size
+            for name, pool in shard.pools.tensors().items():
+                entries[f"{name}@{shard.bounds.dcp_rank}"] = pool, page, offset
+        return entries

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 
 from graphattn.bounds import Bounds
+from graphattn.dcp import DCP
 from graphattn.errors import wrong
 
 Backend = Literal["cuda", "host", "eager"]
@@ -97,6 +98,7 @@ class EngineConfig:
     kv_dtype: torch.dtype
     run_ahead: int  # steps that may be launched and unread
     max_queue: int  # requests that may wait for a slot
+    dcp: DCP | None  # the KV cache is sharded over its group
     prepack: bool  # host backend: pack the weights of constant linears
     notes: tuple[str, ...] = ()  # what was reduced or chosen on the caller's behalf
 

@@ -59,7 +59,9 @@ class Engine:
         bounds, device = config.bounds, config.device
         self._model = model
         self._stream = stream
-        self._memory = StepMemory(model, bounds, kv_dtype=config.kv_dtype, device=device)
+        self._memory = StepMemory(
+            model, bounds, kv_dtype=config.kv_dtype, device=device, dcp=config.dcp
+        )
         self._programs = {
             bucket: step_program(model, self._memory, bucket) for bucket in config.buckets
         }
@@ -208,7 +210,7 @@ class Engine:
             max_tokens=bounds.max_tokens,
             page_size=bounds.page_size,
             num_pages=bounds.num_pages,
-            kv_bytes=memory.pools.num_bytes,
+            kv_bytes=sum(shard.pools.num_bytes for shard in memory.shards),
             kv_bytes_per_token=per_page // bounds.page_size,
             state_bytes=sum(t.numel() * t.itemsize for t in memory.tensors().values()),
             capture_seconds=self._capture_seconds,
@@ -266,7 +268,7 @@ class Engine:
     def _capture(self, progress: Progress | None) -> dict[Bucket, Graph]:
         """Capture on idle inputs: all rows are padding, so no slot, page or token changes."""
         by_name = {bucket.name: bucket for bucket in self._programs}
-        pools = self._memory.pools.tensors()
+        pools = self._memory.pools()
         graphs = capture_family(
             {bucket.name: program for bucket, program in self._programs.items()},
             backend=self.config.backend,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphattn.attention import check_layers
-from graphattn.bounds import Bounds, ceil_div
+from graphattn.bounds import Bounds, tokens_in_shard
 from graphattn.config import (
     CPU_MEMORY_BUDGET,
     MAX_TOKENS_DEFAULT,
@@ -18,6 +18,7 @@ from graphattn.config import (
     resolve_backend,
     resolve_buckets,
 )
+from graphattn.dcp import DCP
 from graphattn.errors import UnsupportedModelError, wrong
 from graphattn.models.contract import StepModel
 from graphattn.pages import page_bytes
@@ -42,6 +43,7 @@ class Options:
     backend: str
     run_ahead: int
     max_queue: int
+    dcp: DCP | None
     prepack: bool
 
 
@@ -68,9 +70,9 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         if not isinstance(getattr(options, name), bool):
             raise wrong(name, "True or False", getattr(options, name), "Pass a bool.")
     pages = _num_pages(options, page_bytes(layers, page_size, model.dtype), device)
-    max_seq_len, note = fit_seq_len(model.max_seq_len, options.max_seq_len, pages * page_size)
-    if options.num_pages is None:  # more pages than all slots can use are waste
-        pages = min(pages, max_batch * ceil_div(max_seq_len, page_size))
+    size, interleave = _parallel(options.dcp)
+    longest = tokens_in_shard(pages * page_size, size, interleave)
+    max_seq_len, note = fit_seq_len(model.max_seq_len, options.max_seq_len, longest)
     bounds = Bounds(
         max_batch=max_batch,
         max_seq_len=max_seq_len,
@@ -78,7 +80,11 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         page_size=page_size,
         num_pages=pages,
         vocab_size=model.vocab_size,
+        dcp_size=size,
+        interleave=interleave,
     )
+    if options.num_pages is None:  # more pages than all slots can use are waste
+        bounds = replace(bounds, num_pages=min(pages, max_batch * bounds.pages_per_seq))
     return EngineConfig(
         bounds=bounds,
         buckets=resolve_buckets(bounds, options.buckets),
@@ -86,6 +92,7 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         device=device,
         kv_dtype=model.dtype,
         run_ahead=run_ahead,
+        dcp=options.dcp,
         max_queue=max_queue,
         prepack=options.prepack and backend == "host" and model.dtype == torch.float32,
         notes=(note,) if note else (),
@@ -114,12 +121,23 @@ def _peak_bytes(model: StepModel, config: EngineConfig, stream: Stream) -> int:
     before = torch.cuda.memory_allocated(config.device)
     torch.cuda.reset_peak_memory_stats(config.device)
     bounds = replace(config.bounds, num_pages=config.bounds.pages_per_seq)
-    memory = StepMemory(model, bounds, kv_dtype=config.kv_dtype, device=config.device)
+    memory = StepMemory(
+        model, bounds, kv_dtype=config.kv_dtype, device=config.device, dcp=config.dcp
+    )
     program = step_program(model, memory, next(iter(config.buckets)))
     stream.submit(program)
     stream.mark().wait()
     peak = torch.cuda.max_memory_allocated(config.device) - before
-    return peak - memory.pools.num_bytes
+    return peak - sum(shard.pools.num_bytes for shard in memory.shards)
+
+
+def _parallel(dcp: DCP | None) -> tuple[int, int]:
+    """Size and interleave of the group; one rank without one."""
+    if dcp is None:
+        return 1, 1
+    if not isinstance(dcp, DCP):
+        raise wrong("dcp", "graphattn.DCP(group, ...)", dcp, "Wrap the process group.")
+    return dcp.open().size, dcp.interleave
 
 
 def _max_tokens(options: Options, max_batch: int, max_seq_len: int, device: torch.device) -> int:

@@ -203,3 +203,41 @@ out_count): out_slot = s, out_generation = generation[s], out_count, out_finish 
 out_context_len after the commit. A padding row has slot, generation -1, count 0, finish 4,
 context_len 0; a row that was not live has count 0 and its state's finish and context_len.
 """
+
+scale_partial = _define(
+    "scale_partial",
+    "Tensor out, Tensor lse, Tensor lses, Tensor? sinks, Tensor(a!) scaled",
+)
+"""This rank's term of the attention over all ranks: its output times its share of the weight.
+
+out [T, H, D] and lse [T, H] (fp32) of this rank, lses [W, T, H] (fp32) of all ranks, sinks [H] or
+None. With total = logsumexp over ranks (and the sink): scaled = out * exp(lse - total), exactly 0
+where lse is -inf. scaled [n, T, H / n, D] in out's dtype: slice i holds heads
+[i * H / n, (i + 1) * H / n); n = 1 keeps all heads together. The sum of `scaled` over the ranks is
+the attention over the union of their shards.
+"""
+
+pack_partial = _define(
+    "pack_partial",
+    "Tensor out, Tensor lse, Tensor(a!) message, bool by_head",
+)
+"""One message per destination rank: output rows, each followed by its fp32 LSE.
+
+out [T, H, D], lse [T, H] (fp32), message [W, n, D + 4 / itemsize] in out's dtype; the LSE's four
+bytes follow the D values as they are, so a bf16 message carries an fp32 LSE exactly.
+by_head: destination w gets heads [w * H / W, (w + 1) * H / W), n = T * H / W, row t * H / W + h.
+Else the T * H rows in order, n = ceil(T * H / W) of them per destination; rows past the end are
+out 0 and lse -inf.
+"""
+
+merge_packed = _define(
+    "merge_packed",
+    "Tensor message, Tensor? sinks, Tensor(a!) merged, int first_row",
+)
+"""Attention over all ranks from the packed partials of each.
+
+message [W, n, D + 4 / itemsize] as `pack_partial` writes it, entry w from rank w; merged [n, D] in
+its dtype = sum over w of out_w * exp(lse_w - total), total = logsumexp of the lse_w (and the
+sink); exactly 0 where every lse is -inf. sinks [Hs] or None: row i belongs to sink
+(first_row + i) % Hs.
+"""

@@ -24,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "run_ahead": 2,
     "max_queue": 1000,
     "prepack": False,
+    "dcp": None,
 }
 
 

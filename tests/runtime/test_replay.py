@@ -22,7 +22,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def everything(engine: Engine) -> dict[str, torch.Tensor]:
     memory = engine._memory
-    return memory.tensors() | memory.pools.tensors()
+    return memory.tensors() | memory.pools()
 
 
 def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
@@ -49,8 +49,7 @@ def test_replay_equals_the_eager_step_bitwise(options: dict[str, object]) -> Non
 def poison(engine: Engine) -> None:
     """Everything that a step is to rewrite, and everything that it is not to read."""
     memory, state = engine._memory, engine._memory.state
-    scratch = {n: t for n, t in memory.tensors().items() if n.startswith(("step", "workspace"))}
-    for tensor in (*scratch.values(), memory.sampled, memory.output.block):
+    for tensor in memory.scratch().values():
         tensor.fill_(float("nan") if tensor.is_floating_point() else HUGE)
     for slot in range(engine.config.bounds.max_batch):
         state.history[slot, int(state.seq_len[slot]) :] = HUGE
@@ -61,7 +60,7 @@ def poison(engine: Engine) -> None:
 def poison_free_pages(engine: Engine) -> None:
     held = {p for slot in range(4) for p in engine._scheduler.pages.pages_of(slot)}
     free = [p for p in range(engine.config.bounds.num_pages) if p not in held]
-    for pool in engine._memory.pools.tensors().values():
+    for pool in engine._memory.pools().values():
         pool[free] = float("nan")
 
 
@@ -121,7 +120,7 @@ def test_idle_rows_write_nothing() -> None:
 
 
 def _lasting(engine: Engine) -> dict[str, torch.Tensor]:
-    return engine._memory.state.tensors() | engine._memory.pools.tensors()
+    return engine._memory.state.tensors() | engine._memory.pools()
 
 
 def test_capture_leaves_state_pages_and_random_numbers_as_they_were() -> None:

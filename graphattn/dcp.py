@@ -1,0 +1,410 @@
+"""Decode Context Parallelism: the KV cache of one sequence over the ranks of a group.
+
+Each rank attends over its shard; the partial outputs are combined by their LSE:
+
+    total = logsumexp_r lse_r            out = sum_r exp(lse_r - total) * out_r
+
+Two ways to do it, on static buffers, the same for a process group and for W shards in one process:
+
+    ag_rs  all-gather the LSE, weight the own output, reduce: [T, H] fp32 and [T, H, D] per rank
+    a2a    pack output and LSE into one message per rank, exchange, merge: one collective
+
+Every rank runs every collective in every replay, whatever its shard holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphattn.bounds import ceil_div
+from graphattn.errors import ConfigError, wrong
+from graphattn.kernels import ops
+from graphattn.models.contract import AttentionLayer
+
+Reduce = Literal["ag_rs", "a2a"]
+
+
+class Group(Protocol):
+    """Ranks that hold one cache. A call takes one tensor per rank that this process holds.
+
+    Inputs and outputs are static buffers of the caller; all W ranks make the same calls in the
+    same order.
+    """
+
+    @property
+    def size(self) -> int:
+        """W, the number of ranks."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of this process, ascending."""
+        ...
+
+    def all_gather(self, parts: Sequence[Tensor], gathered: Sequence[Tensor]) -> None:
+        """gathered [W, ...] = every rank's part [...]."""
+        ...
+
+    def all_reduce(self, parts: Sequence[Tensor]) -> None:
+        """Each part becomes the sum over all ranks."""
+        ...
+
+    def reduce_scatter(self, parts: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        """sums [...] of rank r = the sum over all ranks of part[r], part [W, ...]."""
+        ...
+
+    def all_to_all(self, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """received[s] of rank r = part[r] of rank s, both [W, ...]."""
+        ...
+
+    def broadcast(self, parts: Sequence[Tensor]) -> None:
+        """Each part becomes rank 0's."""
+        ...
+
+
+class VirtualGroup:
+    """W ranks in one process: their pools, metadata and partials exist W times, the model once.
+
+    For tests and for trying a layout on one device; it brings no capacity.
+    """
+
+    def __init__(self, size: int) -> None:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise wrong("size", "an integer >= 1", size, "Pass the number of ranks.")
+        self.size = size
+        self.ranks = tuple(range(size))
+
+    def all_gather(self, parts: Sequence[Tensor], gathered: Sequence[Tensor]) -> None:
+        """See `Group`."""
+        for target in gathered:
+            for r, part in enumerate(parts):
+                target[r].copy_(part)
+
+    def all_reduce(self, parts: Sequence[Tensor]) -> None:
+        """See `Group`; summed in the order of the ranks."""
+        for part in parts[1:]:
+            parts[0].add_(part)
+        for part in parts[1:]:
+            part.copy_(parts[0])
+
+    def reduce_scatter(self, parts: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        """See `Group`; summed in the order of the ranks."""
+        for r, total in enumerate(sums):
+            total.copy_(parts[0][r])
+            for part in parts[1:]:
+                total.add_(part[r])
+
+    def all_to_all(self, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """See `Group`."""
+        for r, target in enumerate(received):
+            for s, part in enumerate(parts):
+                target[s].copy_(part[r])
+
+    def broadcast(self, parts: Sequence[Tensor]) -> None:
+        """See `Group`."""
+        for part in parts[1:]:
+            part.copy_(parts[0])
+
+
+_library = torch.library.Library("graphattn_dcp", "DEF")
+_GROUPS: dict[str, dist.ProcessGroup] = {}  # what the collectives' group names stand for
+
+
+def _collective(name: str, schema: str, run: object) -> object:
+    """A collective as one op with a true mutation schema: recorded, audited, captured as one."""
+    _library.define(f"{name}({schema}) -> ()")
+    _library.impl(name, run, "CPU")
+    _library.impl(name, run, "CUDA")
+    torch.library.register_fake(f"graphattn_dcp::{name}", lambda *args: None, lib=_library)
+    return getattr(torch.ops.graphattn_dcp, name).default
+
+
+def _reduce_scatter(total: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    """The name that this version of torch does not warn about."""
+    call = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    call(total, part, group=group)
+
+
+def _all_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
+    call = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    call(gathered, part, group=group)
+
+
+_all_gather_op = _collective(
+    "all_gather",
+    "Tensor part, str group, Tensor(a!) gathered",
+    lambda part, group, gathered: _all_gather(gathered, part, _GROUPS[group]),
+)
+_all_reduce_op = _collective(
+    "all_reduce",
+    "Tensor(a!) part, str group",
+    lambda part, group: _discard(dist.all_reduce(part, group=_GROUPS[group])),
+)
+_reduce_scatter_op = _collective(
+    "reduce_scatter",
+    "Tensor part, str group, Tensor(a!) total",
+    lambda part, group, total: _reduce_scatter(total, part, _GROUPS[group]),
+)
+_all_to_all_op = _collective(
+    "all_to_all",
+    "Tensor part, str group, Tensor(a!) received",
+    lambda part, group, received: _discard(
+        dist.all_to_all_single(received, part, group=_GROUPS[group])
+    ),
+)
+_broadcast_op = _collective(
+    "broadcast",
+    "Tensor(a!) part, str group",
+    lambda part, group: _discard(dist.broadcast(part, group_src=0, group=_GROUPS[group])),
+)
+
+
+def _discard(result: object) -> None:
+    """A synchronous collective's result is its side effect."""
+
+
+class ProcessGroup:
+    """This process's rank of a `torch.distributed` group (gloo on a CPU, NCCL on a GPU)."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.process_group = group
+        self.size = group.size()
+        self.ranks = (group.rank(),)
+        self._name = group.group_name
+        _GROUPS[self._name] = group
+
+    def all_gather(self, parts: Sequence[Tensor], gathered: Sequence[Tensor]) -> None:
+        """See `Group`."""
+        _all_gather_op(parts[0], self._name, gathered[0])
+
+    def all_reduce(self, parts: Sequence[Tensor]) -> None:
+        """See `Group`."""
+        _all_reduce_op(parts[0], self._name)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
+        """See `Group`."""
+        _reduce_scatter_op(parts[0], self._name, sums[0])
+
+    def all_to_all(self, parts: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+        """See `Group`."""
+        _all_to_all_op(parts[0], self._name, received[0])
+
+    def broadcast(self, parts: Sequence[Tensor]) -> None:
+        """See `Group`."""
+        _broadcast_op(parts[0], self._name)
+
+
+@dataclass(frozen=True, slots=True)
+class DCP:
+    """Shard the KV cache of every request over `group`.
+
+    `group` is a `torch.distributed` process group or a `VirtualGroup`; `interleave` tokens in a
+    row lie on one rank; `reduce` is how partial outputs are combined.
+    """
+
+    group: dist.ProcessGroup | VirtualGroup
+    interleave: int = 1
+    reduce: Reduce = "ag_rs"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group, VirtualGroup | dist.ProcessGroup):
+            raise wrong(
+                "group",
+                "a torch.distributed process group or a VirtualGroup",
+                self.group,
+                "Pass torch.distributed.group.WORLD after init_process_group.",
+            )
+        if not isinstance(self.interleave, int) or self.interleave < 1:
+            raise wrong("interleave", "an integer >= 1", self.interleave, "Pass 1, or 16, or 64.")
+        if self.reduce not in ("ag_rs", "a2a"):
+            raise wrong("reduce", "'ag_rs' or 'a2a'", self.reduce, "Pass one of the two.")
+
+    def open(self) -> Group:
+        """The group's collectives."""
+        if isinstance(self.group, VirtualGroup):
+            return self.group
+        return ProcessGroup(self.group)
+
+
+class Combine(Protocol):
+    """Combines the partial attention of the ranks of this process into the whole."""
+
+    def __call__(
+        self, outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None, *, sharded: bool
+    ) -> Tensor:
+        """Attention over all shards.
+
+        outs [T, H, D] and lses [T, H] (fp32), one per rank of this process. Returns [T, H, D], or
+        [T, H / W, D], this rank's heads, when `sharded`; in a buffer that the next call overwrites.
+        """
+        ...
+
+
+class _Buffers:
+    """Static memory of one kind of message, one flat buffer per rank of this process."""
+
+    def __init__(self, count: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._flat = [torch.zeros(size, dtype=dtype, device=device) for _ in range(count)]
+
+    def view(self, *shape: int) -> list[Tensor]:
+        size = 1
+        for n in shape:
+            size *= n
+        return [flat[:size].view(shape) for flat in self._flat]
+
+
+class GatherAndReduce:
+    """`ag_rs`: all-gather the LSE, weight, then all-reduce, or reduce-scatter over heads."""
+
+    def __init__(
+        self,
+        group: Group,
+        layers: Sequence[AttentionLayer],
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        count = len(group.ranks)
+        self._group = group
+        heads = max(x.num_q_heads for x in layers)
+        width = max(x.num_q_heads * x.head_dim for x in layers)
+        self._lses = _Buffers(count, group.size * max_tokens * heads, torch.float32, device)
+        self._scaled = _Buffers(count, max_tokens * width, dtype, device)
+        self._sums = _Buffers(count, max_tokens * ceil_div(width, group.size), dtype, device)
+
+    def __call__(
+        self, outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None, *, sharded: bool
+    ) -> Tensor:
+        """See `Combine`."""
+        tokens, heads, dim = outs[0].shape
+        slices = self._group.size if sharded else 1
+        gathered = self._lses.view(self._group.size, tokens, heads)
+        scaled = self._scaled.view(slices, tokens, heads // slices, dim)
+        self._group.all_gather(lses, gathered)
+        for out, lse, every, target in zip(outs, lses, gathered, scaled, strict=True):
+            ops.scale_partial(out, lse, every, sinks, target)
+        if not sharded:
+            self._group.all_reduce(scaled)
+            return scaled[0][0]
+        sums = self._sums.view(tokens, heads // slices, dim)
+        self._group.reduce_scatter(scaled, sums)
+        return sums[0]
+
+
+class ExchangeAndMerge:
+    """`a2a`: one packed message per rank, merged where it arrives."""
+
+    def __init__(
+        self,
+        group: Group,
+        layers: Sequence[AttentionLayer],
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        count, lse_values = len(group.ranks), 4 // dtype.itemsize
+        size = max(
+            group.size
+            * ceil_div(max_tokens * x.num_q_heads, group.size)
+            * (x.head_dim + lse_values)
+            for x in layers
+        )
+        self._group = group
+        self._lse_values = lse_values
+        self._sent = _Buffers(count, size, dtype, device)
+        self._received = _Buffers(count, size, dtype, device)
+        self._merged = _Buffers(count, size // group.size, dtype, device)
+        self._gathered = _Buffers(count, size, dtype, device)
+
+    def __call__(
+        self, outs: Sequence[Tensor], lses: Sequence[Tensor], sinks: Tensor | None, *, sharded: bool
+    ) -> Tensor:
+        """See `Combine`."""
+        W = self._group.size
+        tokens, heads, dim = outs[0].shape
+        rows = ceil_div(tokens * heads, W)
+        sent = self._sent.view(W, rows, dim + self._lse_values)
+        received = self._received.view(W, rows, dim + self._lse_values)
+        merged = self._merged.view(rows, dim)
+        for out, lse, message in zip(outs, lses, sent, strict=True):
+            ops.pack_partial(out, lse, message, sharded)
+        self._group.all_to_all(sent, received)
+        for rank, message, piece in zip(self._group.ranks, received, merged, strict=True):
+            own = sinks
+            if sharded and sinks is not None:
+                own = sinks[rank * heads // W : (rank + 1) * heads // W]
+            ops.merge_packed(message, own, piece, 0 if sharded else rank * rows)
+        if sharded:
+            return merged[0].view(tokens, heads // W, dim)
+        gathered = self._gathered.view(W, rows, dim)
+        self._group.all_gather(merged, gathered)
+        return gathered[0].view(W * rows, dim)[: tokens * heads].view(tokens, heads, dim)
+
+
+class HeadGather:
+    """Collects the query heads of all ranks where they are sharded."""
+
+    def __init__(
+        self,
+        group: Group,
+        layers: Sequence[AttentionLayer],
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        size = max_tokens * max(x.num_q_heads * x.head_dim for x in layers)
+        self._group = group
+        self._own = _Buffers(1, size, dtype, device)
+        self._gathered = _Buffers(1, size, dtype, device)
+        self._whole = _Buffers(1, size, dtype, device)
+
+    def __call__(self, q: Tensor) -> Tensor:
+        """q [T, H / W, D] of this rank; returns [T, H, D] in a buffer of its own."""
+        W, (tokens, heads, dim) = self._group.size, q.shape
+        (own,) = self._own.view(tokens, heads, dim)
+        (gathered,) = self._gathered.view(W, tokens, heads, dim)
+        (whole,) = self._whole.view(tokens, W * heads, dim)
+        own.copy_(q)
+        self._group.all_gather([own], [gathered])
+        whole.view(tokens, W, heads, dim).copy_(gathered.transpose(0, 1))
+        return whole
+
+
+class ContextParallel:
+    """A group with the static buffers of its messages, as attention uses it."""
+
+    def __init__(
+        self,
+        dcp: DCP,
+        layers: Sequence[AttentionLayer],
+        max_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.group = dcp.open()
+        kind = GatherAndReduce if dcp.reduce == "ag_rs" else ExchangeAndMerge
+        self.combine: Combine = kind(self.group, layers, max_tokens, dtype, device)
+        self.gather = HeadGather(self.group, layers, max_tokens, dtype, device)
+
+    def heads_sharded(self, q: Tensor, layer: AttentionLayer) -> bool:
+        """Whether `q` [T, heads, D] holds only this rank's share of the layer's query heads.
+
+        Raises `ConfigError` unless it holds all of them or exactly the share.
+        """
+        heads, whole, size = q.shape[1], layer.num_q_heads, self.group.size
+        if heads == whole:
+            return False
+        share = whole // size if whole % size == 0 else None
+        if heads == share and len(self.group.ranks) == 1:
+            return True
+        raise ConfigError(
+            f"q: wanted {whole}{f' or {share}' if share else ''} query heads on each of {size} "
+            f"ranks, got {heads}. Replicate the heads over the group or shard them evenly over "
+            "a process group."
+        )
