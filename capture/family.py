@@ -111,9 +111,9 @@ def _warm(
                     _warm_one(program, untouched, runs=WARM_RUNS)
         torch.cuda.synchronize()
     else:
-        name, program = list(programs.items())[-1]
-        with named(name):
-            _warm_one(program, untouched, runs=0)
+        for name, program in list(programs.items())[-1:]:
+            with named(name):
+                _warm_one(program, untouched, runs=0)
 
 
 def _warm_one(program: Program, untouched: Sequence[Tensor], *, runs: int) -> None:
