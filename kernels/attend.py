@@ -144,10 +144,11 @@ def attend(
     )
 
     decode = (*inputs, row_begin, row_end, row_chunk, decode_items, decode_count)
-    _launch(
+    _launch_tile(
         decode_kernel,
         (*decode, partial_out, partial_lse, *scalars, decode_query_len, splits),
-        {**constants, **_tile_options(tiles.decode)},
+        constants,
+        tiles.decode,
     )
     merge = (partial_out, partial_lse, query_start, row_splits, sinks, out, lse)
     _launch(
@@ -157,10 +158,11 @@ def attend(
     )
     if prefill_items is None:
         return
-    _launch(
+    _launch_tile(
         prefill_kernel,
         (*inputs, prefill_items, prefill_count, sinks, out, lse, *scalars, prefill_block),
-        {**constants, **_tile_options(tiles.prefill)},
+        constants,
+        tiles.prefill,
     )
 
 
@@ -206,24 +208,28 @@ def merge_constants(heads: int, head_dim: int, max_splits: int) -> dict[str, Any
         "D_PADDED": padded,
         "BLOCK_S": splits,
         "BLOCK_H": min(fitting, triton.next_power_of_2(heads)),
-        "num_warps": 4,
-        "enable_fp_fusion": True,
     }
 
 
-def _tile_options(tile: Tile) -> dict[str, Any]:
-    return {
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,  # the default of coming releases differs
-    }
-
-
-def _launch(kernel: Any, args: Sequence[Any], constants: Mapping[str, Any]) -> None:
+def _launch(
+    kernel: Any,
+    args: Sequence[Any],
+    constants: Mapping[str, Any],
+    num_warps: int = 4,
+    num_stages: int = 3,
+) -> None:
+    # The default of fp fusion is about to differ between releases.
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    constants = {**constants, **options}
     programs = _grids.programs(kernel, args[0].device, args, constants)
     kernel[(programs,)](*args, **constants)
+
+
+def _launch_tile(
+    kernel: Any, args: Sequence[Any], constants: Mapping[str, Any], tile: Tile
+) -> None:
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    _launch(kernel, args, {**constants, **blocks}, tile.num_warps, tile.num_stages)
 
 
 def _shape_of(q: Tensor, k_pool: Tensor, partial_out: Tensor, decode_query_len: int) -> Shape:

@@ -30,7 +30,7 @@ from .strides import stride_unit
         "v_pool_entry",
     ]
 )
-def _kv_write_kernel(
+def kv_write_kernel(  # noqa: D103
     k_ptr,
     v_ptr,
     kv_slot_ptr,
@@ -85,7 +85,7 @@ def kv_write(k: Tensor, v: Tensor, kv_slot: Tensor, k_pool: Tensor, v_pool: Tens
         *v_pool.stride()[:3],
     )
     unit = stride_unit(strides)
-    _kv_write_kernel[(tokens,)](
+    kv_write_kernel[(tokens,)](
         k,
         v,
         kv_slot,

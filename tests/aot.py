@@ -52,7 +52,18 @@ class Compiled:
     registers: int  # per thread
     stack: int  # bytes per thread; more than 0 means spills
     shared: int  # bytes per block
-    instructions: Mapping[str, int] = field(repr=False)  # SASS opcode -> count
+    matrix: str  # matrix instructions it uses: "mma", "wgmma", "tcgen05" or ""
+    cubin: str = field(repr=False)  # hexadecimal
+
+    @property
+    def instructions(self) -> Mapping[str, int]:
+        """SASS opcode -> count. Disassembled at each call, which takes a second."""
+        sass = _tool("nvdisasm", "-c", bytes.fromhex(self.cubin))
+        return Counter(_OPCODE.findall(sass))
+
+
+_OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+_MATRIX = re.compile(r"^\s*(?:@%\w+ )?(mma|wgmma|tcgen05)\.", re.MULTILINE)
 
 
 def compile_all(jobs: Sequence[Job], workers: int = 2) -> list[Compiled]:
@@ -114,27 +125,29 @@ def _compile(job: Job) -> Compiled:
             "enable_fp_fusion": True,
         },
     )
-    registers, stack, instructions = _inspect(compiled.asm["cubin"])
-    return Compiled(registers, stack, compiled.metadata.shared, instructions)
+    cubin = compiled.asm["cubin"]
+    usage = _tool("cuobjdump", "--dump-resource-usage", cubin)
+    found = {key: int(n) for key, n in re.findall(r"\b(REG|STACK):(\d+)", usage)}
+    matrix = _MATRIX.search(compiled.asm["ptx"])
+    return Compiled(
+        registers=found["REG"],
+        stack=found["STACK"],
+        shared=compiled.metadata.shared,
+        matrix=matrix[1] if matrix else "",
+        cubin=cubin.hex(),
+    )
 
 
-def _inspect(cubin: bytes) -> tuple[int, int, dict[str, int]]:
-    """Registers, stack bytes and opcodes of a cubin, by the tools that triton ships."""
+def _tool(name: str, option: str, cubin: bytes) -> str:
+    """Output of one of the binary tools that triton ships."""
     import triton
 
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = _output(tools / "cuobjdump", "--dump-resource-usage", file.name)
-        sass = _output(tools / "nvdisasm", "-c", file.name)
-    found = {key: int(n) for key, n in re.findall(r"\b(REG|STACK):(\d+)", usage)}
-    opcode = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
-    return found["REG"], found["STACK"], dict(Counter(opcode.findall(sass)))
-
-
-def _output(*command: str | Path) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        command = [tool, option, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def _main() -> None:

@@ -1,0 +1,163 @@
+"""What each compiled kernel may cost: registers, stack and shared memory by kernel, tile and arch.
+
+`budgets.json` is checked in and held by test_aot.py. After a change that is meant to cost more, or
+for a new tile, renew it from the root of the repository and read the difference:
+
+    python -m tests.kernels.budgets
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphattn.kernels.attend import Shape, merge_constants, tile_constants
+from graphattn.kernels.attend_decode import decode_kernel, merge_kernel
+from graphattn.kernels.attend_prefill import prefill_kernel
+from graphattn.kernels.kv_write import kv_write_kernel
+from graphattn.kernels.tiles import Tile, attention_tiles
+from tests.aot import ARCHS, Compiled, Job, compile_all
+
+BUDGETS = Path(__file__).with_name("budgets.json")
+SLACK = 16  # registers, in whole multiples: compilers of other releases differ by a few
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+ELEMENTS = {"q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr", "out_ptr"}
+FLOATS = {"partial_out_ptr", "partial_lse_ptr", "lse_ptr", "sinks_ptr"}
+
+
+def job_of(
+    kernel: Any,
+    arch: str,
+    dtype: torch.dtype,
+    constants: Mapping[str, Any],
+    tile: Tile | None = None,
+) -> Job:
+    """Compile job of a kernel whose pointers hold `dtype`, fp32 or indices, by their names."""
+    types = {"scale": "fp32", "softcap": "fp32", "kv_slot_ptr": "*i64"}
+    for name in inspect.signature(kernel.fn).parameters:
+        if name.endswith("_ptr"):
+            element = TYPES[dtype] if name in ELEMENTS else "fp32" if name in FLOATS else "i32"
+            types.setdefault(name, f"*{element}")
+    names = inspect.signature(kernel.fn).parameters.keys() - constants.keys()
+    return Job(
+        kernel.fn.__module__.rpartition(".")[2],
+        kernel.fn.__name__,
+        arch,
+        {name: types[name] for name in sorted(names) if name in types},
+        dict(constants),
+        tile.num_warps if tile else 4,
+        tile.num_stages if tile else 3,
+    )
+
+
+def tile_job(
+    kind: str,
+    arch: str,
+    head_dim: int,
+    group: int,
+    query_len: int = 1,
+    *,
+    page_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+    softcap: bool = False,
+    sinks: bool = False,
+) -> tuple[str, Job]:
+    """Name and compile job of the decode or the prefill kernel with its tile from the table."""
+    tiles = attention_tiles(
+        arch,
+        head_dim=head_dim,
+        group=group,
+        decode_query_len=query_len,
+        page_size=page_size,
+        dtype=dtype,
+    )
+    tile: Tile = getattr(tiles, kind)
+    constants = tile_constants(
+        Shape(8, 8, 8 * group, 8, head_dim, page_size),
+        dtype,
+        stride_unit=16,
+        entries=(head_dim, head_dim),
+        softcap=softcap,
+        interpreted=False,
+    ) | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    if kind == "prefill" and not sinks:
+        constants["sinks_ptr"] = None
+    kernel = decode_kernel if kind == "decode" else prefill_kernel
+    extras = [f"page {page_size}"] * (page_size != 64) + ["softcap"] * softcap + ["sinks"] * sinks
+    name = f"{kind} {TYPES[dtype]} D={head_dim} {tile.block_m}x{tile.block_n}"
+    return " ".join([name, *extras]), job_of(kernel, arch, dtype, constants, tile)
+
+
+def merge_job(arch: str, *, sinks: bool = False) -> tuple[str, Job]:
+    constants = merge_constants(32, 128, 32) | ({} if sinks else {"sinks_ptr": None})
+    job = job_of(merge_kernel, arch, torch.bfloat16, constants)
+    return "merge bf16 D=128 S=32" + " sinks" * sinks, job
+
+
+def kv_write_job(arch: str) -> tuple[str, Job]:
+    constants = {
+        "STRIDE_UNIT": 16,
+        "KV_HEADS": 8,
+        "KV_HEADS_PADDED": 8,
+        "D": 128,
+        "D_PADDED": 128,
+        "PAGE_SIZE": 64,
+    }
+    return "kv_write bf16 8x128", job_of(kv_write_kernel, arch, torch.bfloat16, constants)
+
+
+def main_jobs() -> Iterator[tuple[str, Job]]:
+    """The main tile set, on every architecture."""
+    for arch in ARCHS:
+        yield kv_write_job(arch)
+        yield merge_job(arch)
+        for head_dim in (64, 128, 256):
+            yield tile_job("decode", arch, head_dim, 4)
+            yield tile_job("prefill", arch, head_dim, 4)
+        yield tile_job("decode", arch, 128, 8, 4)
+
+
+def more_jobs() -> Iterator[tuple[str, Job]]:
+    """Every other tile of the table, and the options."""
+    for arch in ARCHS:
+        for head_dim in (64, 128, 256):
+            for query_len in (2, 4, 8):
+                yield tile_job("decode", arch, head_dim, 16, query_len)
+            yield tile_job("decode", arch, head_dim, 4, page_size=16, softcap=True)
+            for dtype in (torch.float16, torch.float32):
+                yield tile_job("decode", arch, head_dim, 4, dtype=dtype)
+                yield tile_job("prefill", arch, head_dim, 4, dtype=dtype)
+            yield tile_job("prefill", arch, head_dim, 4, softcap=True, sinks=True)
+        yield tile_job("decode", arch, 80, 3, 2, page_size=16)
+        yield merge_job(arch, sinks=True)
+
+
+def key(name: str, job: Job) -> str:
+    return f"{name} {job.arch}"
+
+
+def cost(compiled: Compiled) -> dict[str, int]:
+    return {
+        "registers": min(255, -(-compiled.registers // SLACK) * SLACK),
+        "stack": compiled.stack,
+        "shared": compiled.shared,
+    }
+
+
+def renew() -> None:
+    """Compile everything and write the table."""
+    named = [*main_jobs(), *more_jobs()]
+    compiled = compile_all([job for _, job in named])
+    table = {key(*entry): cost(result) for entry, result in zip(named, compiled, strict=True)}
+    lines = [f"  {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table)]
+    BUDGETS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    renew()

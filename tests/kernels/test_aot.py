@@ -1,0 +1,52 @@
+"""Every kernel compiles for the GPUs it is meant for, within its budget, without a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.aot import Job, compile_all
+from tests.kernels.budgets import BUDGETS, key, main_jobs, more_jobs
+
+
+def assert_within_budget(named: list[tuple[str, Job]]) -> None:
+    budgets = json.loads(BUDGETS.read_text())
+    over = []
+    for (name, job), got in zip(named, compile_all([job for _, job in named]), strict=True):
+        budget = budgets[key(name, job)]
+        for what in ("registers", "stack", "shared"):
+            if getattr(got, what) > budget[what]:
+                over.append(f"{key(name, job)}: {what} {getattr(got, what)} > {budget[what]}")
+        if job.kernel in ("decode_kernel", "prefill_kernel") and not got.matrix:
+            over.append(f"{key(name, job)}: no matrix instructions")
+    assert not over, "\n".join(over)
+
+
+def test_main_tiles_stay_within_their_budget() -> None:
+    assert_within_budget(list(main_jobs()))
+
+
+@pytest.mark.slow
+def test_all_tiles_and_options_stay_within_their_budget() -> None:
+    assert_within_budget(list(more_jobs()))
+
+
+def test_no_tile_spills() -> None:
+    budgets = json.loads(BUDGETS.read_text())
+    assert not [name for name, budget in budgets.items() if budget["stack"]]
+
+
+def test_a_block_fits_the_smallest_multiprocessor_of_its_table() -> None:
+    """99 KiB for the sm_80 table, which serves sm_86, sm_89 and sm_120 too; 227 KiB else."""
+    budgets = json.loads(BUDGETS.read_text())
+    assert not [
+        name
+        for name, budget in budgets.items()
+        if budget["shared"] > (99 if name.endswith("sm_80") else 227) * 1024
+    ]
+
+
+def test_the_compiler_names_what_is_wrong() -> None:
+    with pytest.raises(AssertionError, match="no arguments of kv_write_kernel: \\['nonsense'\\]"):
+        compile_all([Job("kv_write", "kv_write_kernel", "sm_90", {"nonsense": "*i32"}, {})])
