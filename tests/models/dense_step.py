@@ -1,0 +1,38 @@
+"""A step of one whole sequence, attending densely in float64: no cache, batch or padding."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from graphattn.models.contract import AttentionLayer
+
+
+class DenseStep:
+    """One sequence from position 0; logits of every place. `called` lists the layers."""
+
+    def __init__(self, token_ids: Tensor, layers: tuple[AttentionLayer, ...]) -> None:
+        self.input_ids = token_ids
+        self.positions = torch.arange(len(token_ids))
+        self.logits_token = torch.arange(len(token_ids))
+        self.layers = layers
+        self.called: list[int] = []
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        spec = self.layers[layer]
+        self.called.append(layer)
+        group = spec.num_q_heads // spec.num_kv_heads
+        k, v = (x.repeat_interleave(group, dim=1).double() for x in (k, v))
+        score = torch.einsum("qhd,khd->hqk", q.double(), k) * spec.scale
+        if spec.softcap:
+            score = spec.softcap * torch.tanh(score / spec.softcap)
+        distance = self.positions.unsqueeze(1) - self.positions
+        hidden = (distance < 0) | (distance >= (spec.window or math.inf))
+        score = score.masked_fill(hidden, -math.inf)
+        if spec.sinks is not None:
+            sink = spec.sinks.double().view(-1, 1, 1).expand(-1, score.shape[1], 1)
+            score = torch.cat([score, sink], dim=-1)
+        p = score.softmax(-1)[..., : len(self.positions)]
+        return torch.einsum("hqk,khd->qhd", p, v).to(q.dtype)
