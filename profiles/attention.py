@@ -29,7 +29,7 @@ def attention_step(model: StepModel, *, batch: int, length: int) -> Callable[[],
         vocab_size=model.vocab_size,
     )
     memory = StepMemory(model, bounds, kv_dtype=model.dtype, device=model.device)
-    for pool in memory.pools.tensors().values():
+    for pool in memory.pools().values():
         pool.normal_()
     state, inputs = memory.state, memory.inputs
     for field, value in {
@@ -48,7 +48,7 @@ def attention_step(model: StepModel, *, batch: int, length: int) -> Callable[[],
     state.page_table.copy_(pages.view(batch, pages_per_seq))
 
     shape = memory.shape
-    buffers = memory.buffers.narrow(bounds, shape, batch)
+    buffers = memory.shards[0].buffers.narrow(bounds, shape, batch)
     buffers.prepare(inputs, state, bounds, shape)
     layer = model.attention_layers[0]
     q, k, v = (
@@ -57,6 +57,6 @@ def attention_step(model: StepModel, *, batch: int, length: int) -> Callable[[],
     )
 
     def run() -> None:
-        memory.attention.attend(0, q, k, v, buffers, mixed=False)
+        memory.attention.attend(0, q, k, v, [buffers], mixed=False)
 
     return run
