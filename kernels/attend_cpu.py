@@ -2,12 +2,12 @@
 
 The query places of a step become *items*: at most `_MAX_QUERIES` adjacent places of one row with
 the KV positions that any of them sees. Items of equal query count and similar span form a group
-and are computed together, KV chunk by KV chunk, with an online softmax:
+and are computed together, KV chunk by KV chunk, which are then joined:
 
-    s = scale * (q . k)         [R*Hkv, G*J, n]   R items, G query heads per KV head,
-    m' = max(m, max s)                            J queries, n positions of a chunk
-    l' = l * exp(m - m') + sum exp(s - m')
-    o' = o * exp(m - m') + exp(s - m') @ v
+    s = scale * (q . k)    [R*Hkv, G*J, n]    R items, G query heads per KV head,
+    m = max s                                 J queries, n positions of a chunk
+    l = sum exp(s - m)
+    o = exp(s - m) @ v     [R*Hkv, G*J, D]
 
 so that cost follows the visible ranges and temporaries stay near `_MAX_ELEMENTS`. Positions that
 pad an item to the span of its group load the item's own last visible entry: nothing invisible to
@@ -22,8 +22,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -125,6 +126,14 @@ def attend(
         lse[group.places] = group_lse
 
 
+class _Part(NamedTuple):
+    """Attention over some of the positions: maximum, sum and values of the exponentials."""
+
+    m: Tensor  # [R * Hkv, G * J, 1]
+    l: Tensor  # [R * Hkv, G * J, 1]
+    o: Tensor  # [R * Hkv, G * J, D]
+
+
 def _attend_group(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, group: _Group, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
@@ -134,32 +143,40 @@ def _attend_group(
     Hkv, R = k_pool.shape[1], group.num_items
     G, J = Hq // Hkv, q.shape[0] // R
     q = q.view(R, J, Hkv, G, D).permute(0, 2, 3, 1, 4).reshape(R * Hkv, G * J, D)
-
-    # m, l [R*Hkv, G*J, 1] and o [R*Hkv, G*J, D] of the chunks so far.
-    m = l = o = None
-    for chunk in group.chunks:
-        k = _gather(k_pool, chunk.entry).view(R * Hkv, -1, D)
-        s = torch.bmm(q, k.transpose(1, 2))
-        if softcap > 0.0:
-            s.div_(softcap).tanh_().mul_(softcap)
-        if chunk.hidden is not None:
-            s.view(R, Hkv, G, J, -1).masked_fill_(chunk.hidden, -math.inf)
-        # A query that sees nothing here keeps a finite maximum: exp(-inf - lowest) is 0.
-        top = s.amax(-1, keepdim=True).clamp_min_(_LOWEST)
-        if m is not None:
-            top = torch.maximum(top, m)
-        p = s.sub_(top).exp_()
-        v = _gather(v_pool, chunk.entry).view(R * Hkv, -1, D)
-        if m is None:
-            l, o = p.sum(-1, keepdim=True), torch.bmm(p, v)
-        else:
-            shrink = (m - top).exp_()
-            l = l.mul_(shrink).add_(p.sum(-1, keepdim=True))
-            o = o.mul_(shrink).baddbmm_(p, v)
-        m = top
+    parts = (_attend_chunk(q, k_pool, v_pool, c, (R, Hkv, G, J), softcap) for c in group.chunks)
+    m, l, o = reduce(_join, parts)
     o /= l.clamp_min(1.0)  # the largest term is exp(0), so l >= 1 unless nothing is visible
     m += l.log_()
     return _by_place(o, R, Hkv, G), _by_place(m, R, Hkv, G).squeeze(-1)
+
+
+def _attend_chunk(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    chunk: _Chunk,
+    shape: tuple[int, int, int, int],
+    softcap: float,
+) -> _Part:
+    """q [R * Hkv, G * J, D], scaled; `shape` is (R, Hkv, G, J)."""
+    k = _gather(k_pool, chunk.entry).view(q.shape[0], -1, q.shape[2])
+    s = torch.bmm(q, k.transpose(1, 2))
+    if softcap > 0.0:
+        s.div_(softcap).tanh_().mul_(softcap)
+    if chunk.hidden is not None:
+        s.view(*shape, -1).masked_fill_(chunk.hidden, -math.inf)
+    # A query that sees nothing here gets a finite maximum: exp(-inf - lowest) is 0.
+    m = s.amax(-1, keepdim=True).clamp_min_(_LOWEST)
+    p = s.sub_(m).exp_()
+    v = _gather(v_pool, chunk.entry).view(k.shape)
+    return _Part(m, p.sum(-1, keepdim=True), torch.bmm(p, v))
+
+
+def _join(a: _Part, b: _Part) -> _Part:
+    """Attention over the union of the positions of `a` and `b`."""
+    m = torch.maximum(a.m, b.m)
+    wa, wb = (a.m - m).exp_(), (b.m - m).exp_()
+    return _Part(m, a.l * wa + b.l * wb, a.o.mul_(wa).addcmul_(b.o, wb))
 
 
 def _by_place(x: Tensor, R: int, Hkv: int, G: int) -> Tensor:
