@@ -31,6 +31,7 @@ FLOW = [
     "step",
     "request",
     "scheduler",
+    "lockstep",
     "sizing",
     "report",
     "checkup",
@@ -42,13 +43,8 @@ FLOW = [
     "__main__",
 ]
 DOOR = "__init__"  # the public door imports what it likes
-CLIENTS = {
-    "text",
-    "demo",
-    "cli",
-    "__main__",
-}  # they use the engine: tokens are theirs
-MODEL_USERS = {"models", "capturing"} | CLIENTS
+CLIENTS = {"text", "demo", "cli", "__main__"}  # they use the engine: tokens are theirs
+MODEL_USERS = {"models", "capturing", "engine", "lockstep"} | CLIENTS
 
 KERNELS = sorted(ROOT.glob("kernels/**/*.py"))
 LEAVES = [*KERNELS, *sorted(ROOT.glob("capture/**/*.py"))]
@@ -121,7 +117,12 @@ HOST_WRITES = {"tensor", "as_tensor", "from_numpy", "pin_memory", "cuda"}
 
 # (file, call) -> why it is neither a read of a device value nor a hidden copy in the step.
 CROSSINGS = {
+    ("graphattn/lockstep.py", "cpu"): "of norm weights, compared over ranks before capture",
+    ("graphattn/lockstep.py", "numpy"): "of norm weights, compared over ranks before capture",
     ("graphattn/request.py", "tolist"): "of a caller's prompt, before it is queued",
+    ("graphattn/models/transformers_calls.py", "tensor"): "positions to probe a mask with, once",
+    ("graphattn/lockstep.py", "cpu"): "digest of the weights, once, before the first step",
+    ("graphattn/lockstep.py", "numpy"): "digest of the weights, once, before the first step",
 }
 CROSSERS = {"inputs": HOST_WRITES | {"numpy"}, "ring": HOST_READS}  # numpy(): staging on the host
 
