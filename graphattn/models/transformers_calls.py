@@ -103,9 +103,9 @@ def _mask_shape(
     """Recognise the mask that transformers is about to build by evaluating its rule."""
     window = getattr(config, "sliding_window", None) or 0
     edge = max(window, getattr(config, "attention_chunk_size", None) or 0, 4)
-    zero = torch.tensor(0)
-    q = torch.tensor([0, 1, edge - 1, edge, edge + 1, 2 * edge + 1]).unsqueeze(1)
-    k = torch.arange(2 * edge + 3).unsqueeze(0)
+    zero = torch.zeros((), dtype=torch.long)
+    q = torch.cat([torch.arange(2), torch.arange(edge - 1, edge + 2), 2 * edge + torch.arange(3)])
+    q, k = q.unsqueeze(1), torch.arange(2 * edge + 3).unsqueeze(0)
     shown = torch.broadcast_to(mask_function(zero, zero, q, k), (q.shape[0], k.shape[1]))
     causal = k <= q
     if torch.equal(shown, causal):
