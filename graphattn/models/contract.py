@@ -59,7 +59,9 @@ class StepModel(Protocol):
         ...
 
     @property
-    def vocab_size(self) -> int: ...
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        ...
 
     @property
     def max_seq_len(self) -> int:
@@ -77,7 +79,9 @@ class StepModel(Protocol):
         ...
 
     @property
-    def device(self) -> device: ...
+    def device(self) -> device:
+        """Of weights, KV pages and steps."""
+        ...
 
     def __call__(self, step: ModelStep) -> Tensor:
         """Logits [L, vocab_size] of the places `step.logits_token`."""
