@@ -105,6 +105,7 @@ def _warm(
     smallest one is enough.
     """
     if backend == "cuda":
+        torch.cuda.synchronize()  # what the programs read may have been made on other streams
         with torch.cuda.stream(stream):
             for name, program in programs.items():
                 with named(name):

@@ -108,13 +108,14 @@ class _Runs:
 
     def __init__(self, watch: Mapping[str, Tensor]) -> None:
         self._watch = watch
+        self._cuda = any(tensor.is_cuda for tensor in watch.values())
         self._state: dict[str, Tensor] = {}
         self._random: list[tuple[Callable[[Tensor], None], Tensor]] = []
 
     def remember(self) -> None:
         self._state = self._copy()
         self._random = [(torch.set_rng_state, torch.get_rng_state())]
-        if any(tensor.is_cuda for tensor in self._watch.values()):
+        if self._cuda:
             self._random.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
 
     def results(
@@ -126,8 +127,15 @@ class _Runs:
             restore(state)
         if poison is not None:
             poison()
+        self._settle()
         program()
+        self._settle()
         return self._copy()
+
+    def _settle(self) -> None:
+        """The program may run on a stream of its own."""
+        if self._cuda:
+            torch.cuda.synchronize()
 
     def _copy(self) -> dict[str, Tensor]:
         return {
