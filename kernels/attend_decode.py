@@ -107,10 +107,11 @@ def decode_kernel(
             WIDEN,
         )
         b_out, b_lse = normalise(b_acc, b_sum, b_max)
-        split_row = row.to(tl.int64) * max_splits + split
-        o_p = (split_row * query_places + o_place) * (KV_HEADS * GROUP) + o_head
-        tl.store(partial_out_ptr + o_p[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None] & m_d)
-        tl.store(partial_lse_ptr + o_p, b_lse * LN2, mask=m_m)
+        o_p = o_place * (KV_HEADS * GROUP) + o_head
+        first_p = (row.to(tl.int64) * max_splits + split) * query_places * (KV_HEADS * GROUP)
+        p_out = partial_out_ptr + first_p * D
+        tl.store(p_out + o_p[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None] & m_d)
+        tl.store(partial_lse_ptr + first_p + o_p, b_lse * LN2, mask=m_m)
 
 
 @triton.jit(do_not_specialize=["tokens", "rows", "query_places", "max_splits"])

@@ -58,18 +58,17 @@ def prefill_kernel(
         row = tl.load(items_ptr + item * 2)
         block = tl.load(items_ptr + item * 2 + 1)
         slot = tl.load(slot_of_row_ptr + row).to(tl.int64)
-        first = tl.load(query_start_ptr + row)
+        first = tl.load(query_start_ptr + row) + block * query_places
         query_len = tl.load(query_start_ptr + row + 1) - first
 
         o_m = w % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-        o_place = block * query_places + o_m // GROUP
+        o_place = o_m // GROUP  # within the block
         o_head = kv_head * GROUP + o_m % GROUP
-        m_m = (o_m < query_places * GROUP) & (o_place < query_len)
+        m_m = o_place < tl.minimum(query_places, query_len)
         b_start, b_end, lo, hi = visible_ranges(
             visible_start_ptr + first, visible_end_ptr + first, o_place, m_m
         )
-        o_token = (first + o_place).to(tl.int64)
-        o_q = o_token * q_token + o_head * q_head
+        o_q = (first + o_place).to(tl.int64) * q_token + o_head * q_head
         b_q = tl.load(
             q_ptr + o_q[:, None] * STRIDE_UNIT + o_d[None, :], mask=m_m[:, None] & m_d, other=0.0
         )
@@ -108,6 +107,8 @@ def prefill_kernel(
             b_acc = b_acc * b_decay[:, None]
             b_max = b_base
         b_out, b_lse = normalise(b_acc, b_sum, b_max)
-        o_out = o_token * (KV_HEADS * GROUP) + o_head
-        tl.store(out_ptr + o_out[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None] & m_d)
-        tl.store(lse_ptr + o_out, b_lse * LN2, mask=m_m)
+        o_out = o_place * (KV_HEADS * GROUP) + o_head
+        p_out = out_ptr + first.to(tl.int64) * (KV_HEADS * GROUP * D)
+        p_lse = lse_ptr + first.to(tl.int64) * (KV_HEADS * GROUP)
+        tl.store(p_out + o_out[:, None] * D + o_d[None, :], b_out, mask=m_m[:, None] & m_d)
+        tl.store(p_lse + o_out, b_lse * LN2, mask=m_m)

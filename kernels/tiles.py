@@ -127,22 +127,26 @@ def _decode_tile(arch: str, head_dim: int, rows: int, dtype: torch.dtype) -> Til
     table = _DECODE[_table_arch(arch)][max(64, padded_head_dim(head_dim))]
     block_m = min(wanted, max(table))
     warps, stages, block_n = table[block_m]
-    return _for_dtype(Tile(block_m, block_n, warps, stages), dtype)
+    return _for_dtype(Tile(block_m, block_n, warps, stages), head_dim, dtype)
 
 
 def _prefill_tile(arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
     if arch == "cpu":
         return _INTERPRETED
     table = _PREFILL[_table_arch(arch)]
-    return _for_dtype(Tile(*table[max(64, padded_head_dim(head_dim))]), dtype)
+    return _for_dtype(Tile(*table[max(64, padded_head_dim(head_dim))]), head_dim, dtype)
 
 
-def _for_dtype(tile: Tile, dtype: torch.dtype) -> Tile:
-    """fp32 keeps the bytes of an iteration: half the positions, and no third stage."""
+def _for_dtype(tile: Tile, head_dim: int, dtype: torch.dtype) -> Tile:
+    """fp32 takes three products for one and twice the bytes: fewer rows, half the positions."""
     if dtype != torch.float32:
         return tile
-    block_m = min(tile.block_m, 64)
-    return Tile(block_m, max(16, tile.block_n // 2), tile.num_warps, min(tile.num_stages, 2))
+    return Tile(
+        block_m=min(tile.block_m, 32 if head_dim <= 64 else 16),
+        block_n=tile.block_n // 2,
+        num_warps=8 if head_dim > 128 else 4,
+        num_stages=2,
+    )
 
 
 def _table_arch(arch: str) -> str:
