@@ -120,8 +120,6 @@ CROSSINGS = {
     ("graphattn/lockstep.py", "cpu"): "of norm weights, compared over ranks before capture",
     ("graphattn/lockstep.py", "numpy"): "of norm weights, compared over ranks before capture",
     ("graphattn/request.py", "tolist"): "of a caller's prompt, before it is queued",
-    ("graphattn/lockstep.py", "cpu"): "digest of the weights, once, before the first step",
-    ("graphattn/lockstep.py", "numpy"): "digest of the weights, once, before the first step",
 }
 CROSSERS = {"inputs": HOST_WRITES | {"numpy"}, "ring": HOST_READS}  # numpy(): staging on the host
 
