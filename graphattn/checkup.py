@@ -105,7 +105,8 @@ class Checkup:
             idle = self._scheduler.idle
             if self._scheduler.waiting == 0 and (idle or self._random.random() < ARRIVAL_CHANCE):
                 self._arrive(step)
-            if (inputs := self._scheduler.plan()) is not None:
+            inputs = self._scheduler.plan(self._config.bounds.max_tokens)
+            if inputs.rows:
                 return inputs
 
     def _arrive(self, step: int) -> None:

@@ -14,8 +14,9 @@ Every rank runs every collective in every replay, whatever its shard holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, Protocol
 
 import torch
@@ -67,6 +68,14 @@ class Group(Protocol):
         """Each part becomes rank 0's."""
         ...
 
+    def close(self) -> None:
+        """Leave the group."""
+        ...
+
+    def abort(self) -> None:
+        """End collectives that wait for a rank that will not come."""
+        ...
+
 
 class VirtualGroup:
     """W ranks in one process: their pools, metadata and partials exist W times, the model once.
@@ -111,29 +120,36 @@ class VirtualGroup:
         for part in parts[1:]:
             part.copy_(parts[0])
 
+    def close(self) -> None:
+        """Nothing to leave."""
+
+    def abort(self) -> None:
+        """Nothing waits."""
+
 
 _library = torch.library.Library("graphattn_dcp", "DEF")
 _GROUPS: dict[str, dist.ProcessGroup] = {}  # what the collectives' group names stand for
 
 
-def _collective(name: str, schema: str, run: object) -> object:
+def _collective(name: str, schema: str, run: Callable[..., None]) -> Callable[..., None]:
     """A collective as one op with a true mutation schema: recorded, audited, captured as one."""
     _library.define(f"{name}({schema}) -> ()")
     _library.impl(name, run, "CPU")
     _library.impl(name, run, "CUDA")
     torch.library.register_fake(f"graphattn_dcp::{name}", lambda *args: None, lib=_library)
-    return getattr(torch.ops.graphattn_dcp, name).default
+    op: Callable[..., None] = getattr(torch.ops.graphattn_dcp, name).default
+    return op
 
 
 def _reduce_scatter(total: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     """The name that this version of torch does not warn about."""
     call = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    call(total, part, group=group)
+    call(total.view(-1), part.view(-1), group=group)
 
 
 def _all_gather(gathered: Tensor, part: Tensor, group: dist.ProcessGroup) -> None:
     call = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    call(gathered, part, group=group)
+    call(gathered.view(-1), part.view(-1), group=group)
 
 
 _all_gather_op = _collective(
@@ -172,12 +188,30 @@ def _discard(result: object) -> None:
 class ProcessGroup:
     """This process's rank of a `torch.distributed` group (gloo on a CPU, NCCL on a GPU)."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, members: dist.ProcessGroup, timeout: float) -> None:
+        """Opens a group of its own over the same ranks, so that the time-out is ours."""
+        group = dist.new_group(
+            dist.get_process_group_ranks(members),
+            timeout=timedelta(seconds=timeout),
+            backend=dist.get_backend(members),
+            use_local_synchronization=True,
+        )
+        assert isinstance(group, dist.ProcessGroup), "this rank is a member"
         self.process_group = group
-        self.size = group.size()
-        self.ranks = (group.rank(),)
-        self._name = group.group_name
-        _GROUPS[self._name] = group
+        self.size = members.size()
+        self.ranks = (members.rank(),)
+        self._name = self.process_group.group_name
+        _GROUPS[self._name] = self.process_group
+
+    def close(self) -> None:
+        """Leave the group; every graph that holds its collectives must be closed before."""
+        if _GROUPS.pop(self._name, None) is not None:
+            dist.destroy_process_group(self.process_group)
+
+    def abort(self) -> None:
+        """End collectives that wait for a rank that will not come (NCCL: they never time out)."""
+        if dist.get_backend(self.process_group) == "nccl":
+            self.process_group.abort()
 
     def all_gather(self, parts: Sequence[Tensor], gathered: Sequence[Tensor]) -> None:
         """See `Group`."""
@@ -205,12 +239,14 @@ class DCP:
     """Shard the KV cache of every request over `group`.
 
     `group` is a `torch.distributed` process group or a `VirtualGroup`; `interleave` tokens in a
-    row lie on one rank; `reduce` is how partial outputs are combined.
+    row lie on one rank; `reduce` is how partial outputs are combined; `timeout` bounds, in
+    seconds, how long a rank of a process group waits for another.
     """
 
     group: dist.ProcessGroup | VirtualGroup
     interleave: int = 1
     reduce: Reduce = "ag_rs"
+    timeout: float = 60.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, VirtualGroup | dist.ProcessGroup):
@@ -224,12 +260,19 @@ class DCP:
             raise wrong("interleave", "an integer >= 1", self.interleave, "Pass 1, or 16, or 64.")
         if self.reduce not in ("ag_rs", "a2a"):
             raise wrong("reduce", "'ag_rs' or 'a2a'", self.reduce, "Pass one of the two.")
+        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
+            raise wrong("timeout", "seconds > 0", self.timeout, "Pass 60.0.")
 
-    def open(self) -> Group:
-        """The group's collectives."""
+    @property
+    def size(self) -> int:
+        """W, the number of ranks."""
+        return self.group.size if isinstance(self.group, VirtualGroup) else self.group.size()
+
+    def open(self) -> VirtualGroup | ProcessGroup:
+        """The group's collectives; a call by every rank."""
         if isinstance(self.group, VirtualGroup):
             return self.group
-        return ProcessGroup(self.group)
+        return ProcessGroup(self.group, self.timeout)
 
 
 class Combine(Protocol):
@@ -387,7 +430,7 @@ class ContextParallel:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.group = dcp.open()
+        self.group: Group = dcp.open()
         kind = GatherAndReduce if dcp.reduce == "ag_rs" else ExchangeAndMerge
         self.combine: Combine = kind(self.group, layers, max_tokens, dtype, device)
         self.gather = HeadGather(self.group, layers, max_tokens, dtype, device)

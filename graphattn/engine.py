@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-import torch
-
 from graphattn._capture import nvtx_ranges
 from graphattn._capture.family import capture_family
 from graphattn._capture.graph import Graph
@@ -22,9 +20,10 @@ from graphattn.checkup import Checkup
 from graphattn.config import Bucket, EngineConfig
 from graphattn.errors import EngineClosedError, StepError, wrong
 from graphattn.inputs import InputRing, PromptRing, StepInputs
+from graphattn.lockstep import Message, open_lockstep
+from graphattn.models import weights
 from graphattn.models.contract import StepModel
-from graphattn.pages import page_bytes
-from graphattn.report import BucketReport, EngineReport, Progress, Stats
+from graphattn.report import EngineReport, Progress, Stats, bucket_report, engine_report
 from graphattn.request import (
     Completion,
     Event,
@@ -75,6 +74,8 @@ class Engine:
         self._replays = dict.fromkeys(config.buckets, 0)
         self._steps = self._emitted = self._submitted = self._finished = 0
         self._closed: str | None = None
+        self._lockstep = open_lockstep(config, model)
+        self._last_landed = time.monotonic()
         started = time.perf_counter()
         self._graphs = self._capture(progress)
         self._capture_seconds = time.perf_counter() - started
@@ -98,38 +99,63 @@ class Engine:
         Raises `RequestError` when it can never be served, `QueueFullError` at the queue's bound,
         `EngineClosedError`. After an error nothing has changed.
         """
-        self._check_open()
+        self._check_leads("submit")
         params = merge_params(params, max_new_tokens, stop_token_ids, ignore_eos)
         request = self._new_request(token_ids, params, 0)
         self._scheduler.submit(request)
         self._submitted += 1
         return request
 
-    def step(self) -> bool:
+    def step(self, bucket: Bucket | None = None) -> bool:
         """Launch one step, if there is something to do and fewer than `run_ahead` are unread.
 
-        Never waits for the device. Returns whether a step was launched.
+        Never waits for the device. Returns whether a step was launched. With a `bucket` that very
+        graph is launched, also when nothing is to be done: engines that share experts over
+        data-parallel ranks must all launch, the idle ones too.
 
         Raises `StepError` when the launch failed; the engine is then closed and every request
-        has ended with that error.
+        has ended with that error. `ConfigError` for a bucket that is not the engine's or that
+        holds fewer rows than are decoding.
         """
-        self._check_open()
+        self._check_leads("step")
         self._read_landed()
         if not self._outputs.has_room:
+            self._check_progress()
             return False
-        inputs = self._scheduler.plan()
-        if inputs is None:
-            return False
-        bucket = self.config.buckets.smallest(inputs.tokens, mixed=inputs.mixed)
-        try:
-            self._launch(inputs, bucket)
-        except Exception as error:
-            reason = f"step {self._steps} ({bucket.name}) failed: {type(error).__name__}: {error}"
-            self._end(reason, FinishReason.ERROR)
-            raise StepError(f"{reason}. The engine is closed.") from error
-        self._replays[bucket] += 1
-        self._steps += 1
+        if bucket is None:
+            inputs = self._scheduler.plan(self.config.bounds.max_tokens)
+            if not inputs.rows:
+                return False
+            bucket = self.config.buckets.smallest(inputs.tokens, mixed=inputs.mixed)
+        else:
+            self._check_bucket(bucket)
+            inputs = self._scheduler.plan(bucket.tokens, mixed=bucket.mixed)
+        self._launch_or_end(inputs, bucket)
         return True
+
+    def follow(self) -> None:
+        """Ranks other than 0 of a process group: launch what rank 0 launches, until it closes.
+
+        Raises `StepError` when a step failed, or rank 0 or another rank is gone; the engine is
+        then closed.
+        """
+        self._check_open()
+        lockstep = self._lockstep
+        if lockstep is None or lockstep.leads:
+            raise wrong("follow", "a rank other than 0 of a process group", "rank 0", "Use step.")
+        buckets = {bucket.name: bucket for bucket in self.config.buckets}
+        while True:
+            try:
+                message = lockstep.receive(self._steps)
+            except StepError as error:
+                self._end(str(error), FinishReason.ERROR)
+                raise
+            if message is None:
+                return self.close()
+            while not self._outputs.has_room:
+                self._outputs.wait()
+                self._outputs.landed()
+            self._launch_or_end(message.inputs, buckets[message.bucket])
 
     def poll(self) -> list[Event]:
         """Everything that has landed since the last call, in order. Never waits.
@@ -156,7 +182,7 @@ class Engine:
         All prompts are checked before the first is queued. More prompts than the queue holds are
         fed as it empties. Other requests run on beside them; their events wait for `poll`.
         """
-        self._check_open()
+        self._check_leads("generate")
         params = merge_params(params, max_new_tokens, stop_token_ids, ignore_eos)
         requests = [self._new_request(p, params, i) for i, p in enumerate(prompts)]
         pending = deque(requests)
@@ -200,22 +226,15 @@ class Engine:
 
     def report(self) -> EngineReport:
         """What was captured and what it costs; `print(engine.report())` gives a table."""
-        bounds, memory = self.config.bounds, self._memory
-        per_page = page_bytes(self._model.attention_layers, bounds.page_size, self.config.kv_dtype)
-        return EngineReport(
-            backend=self.config.backend,
-            device=str(self.config.device),
-            max_batch=bounds.max_batch,
-            max_seq_len=bounds.max_seq_len,
-            max_tokens=bounds.max_tokens,
-            page_size=bounds.page_size,
-            num_pages=bounds.num_pages,
-            kv_bytes=sum(shard.pools.num_bytes for shard in memory.shards),
-            kv_bytes_per_token=per_page // bounds.page_size,
-            state_bytes=sum(t.numel() * t.itemsize for t in memory.tensors().values()),
+        return engine_report(
+            self.config,
+            self._model,
+            self._memory,
+            [
+                bucket_report(bucket, graph, self._replays[bucket])
+                for bucket, graph in sorted(self._graphs.items(), key=lambda item: item[0])
+            ],
             capture_seconds=self._capture_seconds,
-            buckets=tuple(self._bucket_report(bucket) for bucket in sorted(self._graphs)),
-            notes=self.config.notes,
         )
 
     def audit(self) -> AuditReport:
@@ -274,15 +293,29 @@ class Engine:
             backend=self.config.backend,
             device=self.config.device,
             stream=self._stream.cuda if isinstance(self._stream, CudaStream) else None,
-            weights=_weights(self._model) if self.config.prepack else {},
+            weights=weights(self._model) if self.config.prepack else {},
             prepack=self.config.prepack,
             untouched=tuple(pools.values()),
             progress=progress,
         )
         return {by_name[name]: graph for name, graph in graphs.items()}
 
+    def _launch_or_end(self, inputs: StepInputs, bucket: Bucket) -> None:
+        try:
+            self._launch(inputs, bucket)
+        except Exception as error:
+            reason = f"step {self._steps} ({bucket.name}) failed: {type(error).__name__}: {error}"
+            if self._lockstep is not None:
+                reason += f"; {self._lockstep.blame()}"
+            self._end(reason, FinishReason.ERROR)
+            raise StepError(f"{reason}. The engine is closed.") from error
+        self._replays[bucket] += 1
+        self._steps += 1
+
     def _launch(self, inputs: StepInputs, bucket: Bucket) -> None:
         """One copy in, the prompts of admitted slots, one replay, one copy out."""
+        if self._lockstep is not None and self._lockstep.leads:
+            self._lockstep.send(Message(self._steps, bucket.name, inputs))
         with nvtx_ranges.scope(f"replay.{bucket.name}"):
             history = self._memory.state.history
             for admission in inputs.admissions:
@@ -293,6 +326,7 @@ class Engine:
 
     def _read_landed(self) -> None:
         for result in self._outputs.landed():
+            self._last_landed = time.monotonic()
             for event in self._scheduler.read(result):
                 self._report_event(event)
 
@@ -308,9 +342,43 @@ class Engine:
             self._scheduler.cancel(request)
             request.finish_reason, request.error = finish, reason
             self._report_event(Event(request, (), True, finish, reason))
-        self._stream.mark().wait()
+        if self._lockstep is not None and self._lockstep.leads:
+            self._lockstep.send_close(self._steps)
+        if self._outputs.in_flight and finish is FinishReason.CANCELLED:
+            self._stream.mark().wait()
         for graph in self._graphs.values():
             graph.close()
+        if self._lockstep is not None:
+            self._lockstep.close()
+        if self._memory.parallel is not None:
+            self._memory.parallel.group.close()
+
+    def _check_leads(self, call: str) -> None:
+        self._check_open()
+        if self._lockstep is not None and not self._lockstep.leads:
+            raise wrong(call, "rank 0 of the group", f"rank {self._lockstep.rank}", "Use follow.")
+
+    def _check_bucket(self, bucket: Bucket) -> None:
+        if bucket not in self._graphs:
+            names = ", ".join(b.name for b in sorted(self._graphs))
+            raise wrong("bucket", f"one of {names}", bucket, "Take it from engine.config.buckets.")
+        needed = self._scheduler.decoding * self.config.bounds.decode_query_len
+        if needed > bucket.tokens:
+            raise wrong(
+                "bucket", f"at least {needed} token places", bucket.name, "Every row must decode."
+            )
+
+    def _check_progress(self) -> None:
+        """A captured collective cannot time out: end it from here when its step never lands."""
+        parallel = self._memory.parallel
+        if self._lockstep is None or self.config.dcp is None or parallel is None:
+            return
+        waited = time.monotonic() - self._last_landed
+        if waited > self.config.dcp.timeout:
+            reason = f"no step has landed for {waited:.0f} s: {self._lockstep.blame()}"
+            parallel.group.abort()
+            self._end(reason, FinishReason.ERROR)
+            raise StepError(f"{reason}. The engine is closed.")
 
     def _check_open(self) -> None:
         if self._closed is not None:
@@ -326,20 +394,3 @@ class Engine:
             self.config.bounds,
             self._model.eos_token_ids,
         )
-
-    def _bucket_report(self, bucket: Bucket) -> BucketReport:
-        info = self._graphs[bucket].info
-        return BucketReport(
-            name=bucket.name,
-            tokens=bucket.tokens,
-            nodes=info.node_count,
-            capture_seconds=info.capture_seconds,
-            memory_bytes=info.memory_bytes,
-            replays=self._replays[bucket],
-        )
-
-
-def _weights(model: StepModel) -> dict[str, torch.Tensor]:
-    """Parameters that stay in place, by name."""
-    module = getattr(model, "module", model)
-    return dict(module.named_parameters()) if isinstance(module, torch.nn.Module) else {}

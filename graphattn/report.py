@@ -6,7 +6,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from graphattn._capture.graph import Graph
+from graphattn.config import Bucket, EngineConfig
 from graphattn.errors import wrong
+from graphattn.models.contract import StepModel
+from graphattn.pages import page_bytes
+from graphattn.step import StepMemory
 
 Progress = Callable[[str, int, int], None]  # name of a bucket, done, total
 
@@ -83,6 +88,47 @@ class EngineReport:
         ]
         total = f"captured {len(self.buckets)} graphs in {self.capture_seconds:.1f} s"
         return "\n".join([*head, *_table(rows), total, *self.notes])
+
+
+def bucket_report(bucket: Bucket, graph: Graph, replays: int) -> BucketReport:
+    """Of one captured graph."""
+    info = graph.info
+    return BucketReport(
+        name=bucket.name,
+        tokens=bucket.tokens,
+        nodes=info.node_count,
+        capture_seconds=info.capture_seconds,
+        memory_bytes=info.memory_bytes,
+        replays=replays,
+    )
+
+
+def engine_report(
+    config: EngineConfig,
+    model: StepModel,
+    memory: StepMemory,
+    buckets: Sequence[BucketReport],
+    *,
+    capture_seconds: float,
+) -> EngineReport:
+    """Of an engine's parts."""
+    bounds = config.bounds
+    per_page = page_bytes(model.attention_layers, bounds.page_size, config.kv_dtype)
+    return EngineReport(
+        backend=config.backend,
+        device=str(config.device),
+        max_batch=bounds.max_batch,
+        max_seq_len=bounds.max_seq_len,
+        max_tokens=bounds.max_tokens,
+        page_size=bounds.page_size,
+        num_pages=bounds.num_pages,
+        kv_bytes=sum(shard.pools.num_bytes for shard in memory.shards),
+        kv_bytes_per_token=per_page // bounds.page_size,
+        state_bytes=sum(t.numel() * t.itemsize for t in memory.tensors().values()),
+        capture_seconds=capture_seconds,
+        buckets=tuple(buckets),
+        notes=config.notes,
+    )
 
 
 def reporter(progress: bool | Progress) -> Progress | None:

@@ -120,15 +120,19 @@ class Scheduler:
         """Every request that has not ended, running ones first."""
         return [s.request for s in self._seats.values()] + list(self._queue)
 
-    def plan(self) -> StepInputs | None:
-        """The next step, as if it had been launched; None when no row can do anything."""
+    @property
+    def decoding(self) -> int:
+        """Rows that decode in the next step."""
+        return sum(not s.prefilling and s.may_emit for s in self._seats.values())
+
+    def plan(self, max_tokens: int, *, mixed: bool = True) -> StepInputs:
+        """The next step, as if it had been launched, of at most `max_tokens` places; prefill rows
+        only if `mixed`. It has no rows when nothing can be done."""
         inputs = StepInputs()
         self._decode(inputs)
-        places = self._bounds.max_tokens - sum(n for _, n in inputs.rows)
-        places = self._prefill(inputs, places)
-        self._admit(inputs, places)
-        if not inputs.rows:
-            return None
+        if mixed:
+            places = self._prefill(inputs, max_tokens - inputs.tokens)
+            self._admit(inputs, places)
         assert len(inputs.page_updates) <= self._bounds.max_page_updates
         inputs.releases, self._releases = self._releases, []
         return inputs

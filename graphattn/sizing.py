@@ -137,7 +137,7 @@ def _parallel(dcp: DCP | None) -> tuple[int, int]:
         return 1, 1
     if not isinstance(dcp, DCP):
         raise wrong("dcp", "graphattn.DCP(group, ...)", dcp, "Wrap the process group.")
-    return dcp.open().size, dcp.interleave
+    return dcp.size, dcp.interleave
 
 
 def _max_tokens(options: Options, max_batch: int, max_seq_len: int, device: torch.device) -> int:

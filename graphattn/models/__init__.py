@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor, nn
+
 from graphattn.errors import UnsupportedModelError
 from graphattn.models.contract import StepModel
 
@@ -26,3 +28,9 @@ def adapt(model: object) -> StepModel:
         f"(graphattn.models.contract.StepModel), got {type(model).__name__} without "
         f"{', '.join(missing) or '__call__'}. See docs/own-model.md."
     )
+
+
+def weights(model: StepModel) -> dict[str, Tensor]:
+    """Parameters of a model that is a module or has one, by name; they stay in place."""
+    module = getattr(model, "module", model)
+    return dict(module.named_parameters()) if isinstance(module, nn.Module) else {}

@@ -17,6 +17,7 @@ from graphattn.bounds import (
     max_local_length,
     owner,
     prefix_unit,
+    tokens_in_shard,
 )
 from graphattn.errors import ConfigError
 
@@ -121,3 +122,11 @@ def test_derived_sizes() -> None:
     assert (b.logits_places(5), b.logits_places(16)) == (5, 12)
     assert b.max_kv_len(10) == 13
     assert b.max_kv_len(64) == 64, "never beyond max_seq_len"
+
+
+@given(groups, st.integers(1, 200))
+def test_the_longest_sequence_of_a_shard(group: tuple[int, int], entries: int) -> None:
+    W, I = group
+    longest = tokens_in_shard(entries, W, I)
+    assert max_local_length(longest, W, I) <= entries
+    assert max_local_length(longest + 1, W, I) > entries

@@ -1,0 +1,112 @@
+"""One rank of a process-group test: `torchrun ... dcp_worker.py <scenario>`, verdict on stdout."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import graphattn
+from tests.runtime.serving import make_engine, prompts
+from tests.runtime.tiny_model import TinyModel
+
+TIMEOUT = 5.0
+JOBS = [(p, 2 + 3 * i % 9) for i, p in enumerate(prompts(6, seed=21, longest=30))]
+
+
+def run_engine(model: TinyModel, dcp: graphattn.DCP, **options: object) -> list[list[int]] | None:
+    """Rank 0 serves `JOBS`, the others follow."""
+    with make_engine(model, dcp=dcp, **options) as engine:
+        if dist.get_rank():
+            engine.follow()
+            return None
+        requests = [engine.submit(p, max_new_tokens=n) for p, n in JOBS]
+        while engine.busy:
+            engine.step()
+        return [r.token_ids for r in requests]
+
+
+def parity() -> None:
+    """Tokens equal recomputation for every layout, reduction and backend."""
+    model = TinyModel(softcap=2.0, sinks=True, windows=(5, 0))
+    expected = [model.generate(p, n) for p, n in JOBS]
+    for interleave, reduce, backend, page_size in (
+        (1, "ag_rs", "host", 4),
+        (1, "a2a", "eager", 16),
+        (3, "a2a", "host", 4),
+        (16, "ag_rs", "host", 16),
+    ):
+        dcp = graphattn.DCP(dist.group.WORLD, interleave, reduce, timeout=60.0)
+        tokens = run_engine(model, dcp, backend=backend, page_size=page_size)
+        if tokens is not None:
+            assert tokens == expected, (interleave, reduce, backend)
+            print(f"equal {interleave} {reduce} {backend}", flush=True)
+
+
+def late() -> None:
+    """One rank enters capture seconds after the others."""
+    if dist.get_rank() == 1:
+        time.sleep(2.0)
+    parity_once()
+
+
+def parity_once() -> None:
+    model = TinyModel(windows=(0,))
+    tokens = run_engine(model, graphattn.DCP(dist.group.WORLD, timeout=60.0))
+    if tokens is not None:
+        assert tokens == [model.generate(p, n) for p, n in JOBS]
+        print("equal", flush=True)
+
+
+def disagree() -> None:
+    """Ranks that were captured differently say in what."""
+    try:
+        make_engine(
+            TinyModel(),
+            dcp=graphattn.DCP(dist.group.WORLD, timeout=TIMEOUT),
+            max_tokens=16 + 16 * dist.get_rank(),
+        )
+    except graphattn.ConfigError as error:
+        print(f"rank {dist.get_rank()}: {error}", flush=True)
+
+
+def dead() -> None:
+    """A rank dies between two steps; the others end with an error that says so."""
+    dcp = graphattn.DCP(dist.group.WORLD, timeout=TIMEOUT)
+    engine = make_engine(TinyModel(), dcp=dcp)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        launch = engine._launch
+
+        def dying(*args: object) -> None:
+            if engine.stats().steps == 3:
+                os._exit(0)
+            launch(*args)  # type: ignore[arg-type]
+
+        engine._launch = dying  # type: ignore[method-assign]
+    started = time.monotonic()
+    try:
+        if dist.get_rank():
+            engine.follow()
+        request = engine.submit([1, 2, 3], max_new_tokens=50)
+        while engine.busy:
+            engine.step()
+    except graphattn.StepError as error:
+        waited = time.monotonic() - started
+        assert waited < 12 * TIMEOUT, waited
+        print(f"rank {dist.get_rank()}: {error}", flush=True)
+        if dist.get_rank() == 0:
+            assert request.finish_reason is graphattn.FinishReason.ERROR
+    os._exit(0)  # the group is broken: its teardown would wait for the dead
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    {f.__name__: f for f in (parity, late, disagree, dead)}[sys.argv[1]]()
+    sys.stdout.flush()
+    dist.barrier()
+    dist.destroy_process_group()
