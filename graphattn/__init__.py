@@ -3,7 +3,7 @@
 from graphattn._capture.errors import CaptureError
 from graphattn.capturing import capture
 from graphattn.config import Bucket
-from graphattn.dcp import DCP, VirtualGroup
+from graphattn.dcp import DCP
 from graphattn.engine import Engine
 from graphattn.errors import (
     ConfigError,
@@ -14,6 +14,7 @@ from graphattn.errors import (
     StepError,
     UnsupportedModelError,
 )
+from graphattn.groups import VirtualGroup
 from graphattn.report import BucketReport, EngineReport, Stats
 from graphattn.request import Completion, Event, FinishReason, Request, SamplingParams
 

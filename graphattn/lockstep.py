@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from graphattn.config import EngineConfig
-from graphattn.dcp import VirtualGroup
 from graphattn.errors import ConfigError, StepError
+from graphattn.groups import VirtualGroup
 from graphattn.inputs import Admission, PageUpdate, StepInputs
 from graphattn.models import weights
 from graphattn.models.contract import StepModel

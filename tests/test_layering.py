@@ -16,6 +16,7 @@ FLOW = [
     "errors",
     "bounds",
     "models",
+    "groups",
     "dcp",
     "config",
     "stream",
