@@ -23,22 +23,24 @@ def attend_ref(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Exact out [T, Hq, D] and lse [T, Hq] (natural log), both float64; see `ops.attend`.
+    """Exact out [T, Hq, D] and lse [T, Hq] (natural log) of `ops.attend`: float64, on the CPU.
 
     Places past query_start[B] have out 0 and lse -inf.
     """
+    q, k_pool, v_pool, page_table = q.cpu(), k_pool.cpu(), v_pool.cpu(), page_table.cpu()
     tokens, heads, head_dim = q.shape
     group = heads // k_pool.shape[1]
     out = torch.zeros(tokens, heads, head_dim, dtype=torch.float64)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64)
     starts = query_start.tolist()
+    ranges = list(zip(visible_start.tolist(), visible_end.tolist(), strict=True))
     for row, slot in enumerate(slot_of_row.tolist()):
         for t in range(starts[row], starts[row + 1]):
-            positions = range(int(visible_start[t]), int(visible_end[t]))
+            positions = range(*ranges[t])
             keys = _entries(k_pool, page_table, slot, positions)
             values = _entries(v_pool, page_table, slot, positions)
             for head in range(heads):
-                scores = scale * (keys[:, head // group] @ q[t, head].double().cpu())
+                scores = scale * (keys[:, head // group] @ q[t, head].double())
                 if softcap > 0:
                     scores = softcap * torch.tanh(scores / softcap)
                 if sinks is not None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from graphattn.kernels import grid
 from graphattn.kernels.attend import attend
-from graphattn.kernels.strides import stride_unit
 from tests.kernels.attend_case import Case, Row, Setting, build, check, shards
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -290,21 +289,3 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         attend(*case.args.values())
     assert out.isnan().all()
-
-
-def test_stride_unit_is_the_common_alignment() -> None:
-    assert stride_unit([128, 64, 4096]) == 16
-    assert stride_unit([72, 720]) == 8
-    assert stride_unit([80, 1, 0]) == 1
-    assert stride_unit([0, 0]) == 16
-
-
-def test_resident_blocks() -> None:
-    """A Hopper multiprocessor; counts from its limits of registers, shared memory, threads."""
-    sm = grid.Multiprocessor(registers=65536, shared=233472, threads=2048)
-    assert sm.resident_blocks(registers=140, shared=39424, warps=4) == 3
-    assert sm.resident_blocks(registers=96, shared=39424, warps=4) == 5
-    assert sm.resident_blocks(registers=255, shared=57856, warps=4) == 2
-    assert sm.resident_blocks(registers=32, shared=100_000, warps=4) == 2
-    assert sm.resident_blocks(registers=16, shared=0, warps=8) == 8
-    assert sm.resident_blocks(registers=255, shared=230_000, warps=16) == 1
