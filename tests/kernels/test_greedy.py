@@ -49,6 +49,15 @@ def test_equals_the_comparison_loop(run: Run, dtype: torch.dtype, vocab: int) ->
 
 
 @each_implementation
+def test_ties_go_to_the_lowest_id(run: Run) -> None:
+    """Also between blocks, where one lane meets the same value again."""
+    logits = torch.zeros(3, 2 * BLOCK + 9)
+    logits[1, [7, 8, 7 + BLOCK, 7 + 2 * BLOCK]] = 1.0
+    logits[2, [BLOCK - 1, 2 * BLOCK]] = 1.0
+    assert run(logits) == [0, 7, BLOCK - 1]
+
+
+@each_implementation
 @each_dtype
 def test_neighbours_in_value_are_told_apart(run: Run, dtype: torch.dtype) -> None:
     """Half formats are compared by value, also below zero."""

@@ -444,6 +444,19 @@ def test_a_prompt_of_one_token_is_prefill(run: Run) -> None:
 
 
 @each_implementation
+def test_a_done_slot_takes_the_list_of_its_query_length(run: Run) -> None:
+    """Its places are written as zeros by one item or another, whatever ended it."""
+    config = Config(batch=2, tokens=7, max_seq_len=16, max_drafts=2, prefill_block=4)
+    rows = [replace(decode(slot, 9, places=3 + slot), finish=1) for slot in range(2)]
+    step = run(make_step(config, rows))
+    assert step.decode_items[0, :2].tolist() == [[0, 0], [-1, -1]]
+    assert step.prefill_items[:2].tolist() == [[1, 0], [-1, -1]]
+    assert step.row_of_token.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert step.visible_end.tolist() == [0] * 7
+    assert step.kv_slot.tolist() == [-1] * 7
+
+
+@each_implementation
 def test_each_window_has_its_own_ranges(run: Run) -> None:
     """The window size was read from the group of layers, not from the layer."""
     config = Config(batch=1, tokens=3, max_seq_len=32, max_drafts=2, windows=(5, 0, 9), align=4)
