@@ -55,6 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--max-seq-len", type=_positive, metavar="N")
     generate.add_argument("--backend", choices=("auto", "cuda", "host", "eager"), default="auto")
+    generate.add_argument(
+        "--dcp", type=_positive, default=1, metavar="W", help="ranks that share each KV cache"
+    )
+    generate.add_argument("--interleave", type=_positive, default=1, metavar="I")
+    generate.add_argument("--reduce", choices=("ag_rs", "a2a"), default="ag_rs")
 
     demo = commands.add_parser(
         "demo", help="a real model answered, checked and timed in one run", allow_abbrev=False
@@ -71,31 +76,21 @@ def _positive(text: str) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    _quiet()
     from graphattn.demo.show import demo
 
     return 0 if demo(_write) else 1
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    _quiet()
-    import torch
-
     from graphattn.capturing import capture
     from graphattn.demo import smollm2
     from graphattn.demo.runs import run_engine
+    from graphattn.launch import context_parallel
     from graphattn.text import LineWriter, TextStream, encode, load
 
     smol = arguments.model == "smollm2"
     loaded = load(smollm2.folder() if smol else Path(arguments.model), _device(arguments.backend))
     prompts = encode(loaded.tokenizer, arguments.prompt)
-    engine = capture(
-        loaded.model,
-        max_batch=arguments.max_batch or min(len(prompts), 8),
-        max_seq_len=arguments.max_seq_len,
-        backend=arguments.backend,
-        progress=True,
-    )
     streams = [TextStream(loaded.tokenizer) for _ in prompts]
     lines = [LineWriter(f"[{i}]", LINE_WIDTH, _write) for i, _ in enumerate(prompts, 1)]
 
@@ -104,8 +99,22 @@ def _generate(arguments: argparse.Namespace) -> int:
         if finished:
             lines[index].close()
 
-    with engine, torch.inference_mode():
-        run_engine(engine, prompts, arguments.max_new_tokens, on_tokens=on_tokens)
+    layout = (arguments.dcp, arguments.interleave, arguments.reduce)
+    with (
+        context_parallel(*layout) as dcp,
+        capture(
+            loaded.model,
+            max_batch=arguments.max_batch or min(len(prompts), 8),
+            max_seq_len=arguments.max_seq_len,
+            backend=arguments.backend,
+            dcp=dcp,
+            progress=True,
+        ) as engine,
+    ):
+        if engine.leads:
+            run_engine(engine, prompts, arguments.max_new_tokens, on_tokens=on_tokens)
+        else:
+            engine.follow()
     return 0
 
 
@@ -116,16 +125,6 @@ def _device(backend: str) -> torch.device:
     if wants_cuda and not torch.cuda.is_available():
         raise GraphAttnError("--backend cuda: no CUDA device is visible. Use --backend host.")
     return torch.device("cuda" if wants_cuda else "cpu")
-
-
-def _quiet() -> None:
-    """Leave the terminal to the answers: no bars or notices of the loading libraries."""
-    try:
-        from transformers.utils import logging
-    except ImportError:
-        return  # `load` says what is missing
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 def _write(line: str) -> None:

@@ -24,6 +24,7 @@ class Loaded:
 def load(folder: Path, device: torch.device) -> Loaded:
     """Load model and tokenizer from a transformers folder; nothing is fetched from a network.
 
+    For commands: transformers' progress bars and notices are off afterwards in this process.
     Raises `GraphAttnError` when the folder holds no model or transformers is missing.
     """
     if not (folder / "config.json").is_file():
@@ -31,8 +32,11 @@ def load(folder: Path, device: torch.device) -> Loaded:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is first imported
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
     except ImportError as error:
         raise GraphAttnError("transformers is missing: pip install 'graphattn[hf]'") from error
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True

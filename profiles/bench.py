@@ -158,7 +158,7 @@ def check(pairs: Pairs, what: str) -> None:
 
 def capture(model: Any, max_seq_len: int) -> Engine:
     """An engine of 8 slots."""
-    return graphattn.capture(model, max_batch=8, max_seq_len=max_seq_len)
+    return graphattn.capture(model, max_batch=8, max_seq_len=max_seq_len, progress=True)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,9 @@ def _dequantise(source: Path, target: Path) -> None:
     """Read the GGUF file through transformers and save it unquantised."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     where: dict[str, Any] = {"gguf_file": source.name}
     model: Any = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
     model.hf_quantizer.remove_quantization_config(model)  # else it refuses to be saved
