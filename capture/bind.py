@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from .arena import Arena, Lifetime, plan, poison
-from .prepack import ConstantLinear, PackedLinear, PackedWeights, constant_linears
+from .calls import bound_call
+from .prepack import PackedLinear, PackedWeights, Step, steps_of
 from .record import Op, Recording, View
 
 aten = torch.ops.aten
@@ -26,7 +27,8 @@ class Binder:
         self._weights = weights
         self._packs: dict[int, PackedLinear] = {}
         self._tensors: dict[View, Tensor] = {}
-        lifetimes = _lifetimes(recording)
+        self._steps = steps_of(recording, weights)
+        lifetimes = _lifetimes(recording, self._steps)
         offsets, total = plan(list(lifetimes.values()))
         self._offsets = dict(zip(lifetimes, offsets, strict=True))
         self.memory_bytes = arena.reserve(total) + sum(
@@ -40,31 +42,21 @@ class Binder:
 
     def calls(self) -> Iterator[tuple[str, Callable[[], Any]]]:
         """The calls of a replay, in order, each with the way in which it is replayed."""
-        ops = self._recording.ops
-        i = 0
-        while i < len(ops):
-            linears = constant_linears(ops, i, self._weights, self._recording)
-            if linears:
-                yield "packed", self._packed_call(linears, ops[i : i + len(linears)])
-                i += len(linears)
-            else:
-                yield self._call(ops[i])
-                i += 1
+        for step in self._steps:
+            yield ("packed", self._packed_call(step)) if step.linears else self._call(step.ops[0])
 
-    def _packed_call(
-        self, linears: list[ConstantLinear], ops: tuple[Op, ...]
-    ) -> Callable[[], None]:
-        pack = self._weights.packed([linear.weight for linear in linears])
+    def _packed_call(self, step: Step) -> Callable[[], None]:
+        pack = self._weights.packed([linear.weight for linear in step.linears])
         self._packs[id(pack)] = pack
-        x, bias = self._tensor(linears[0].x), linears[0].bias
-        targets = [self._tensor(view) for op in ops for view in op.fresh if view is not None]
-        return pack.call(x, None if bias is None else self._tensor(bias), targets)
+        x, bias = step.linears[0].x, step.linears[0].bias
+        targets = [self._tensor(view) for op in step.ops for view in op.fresh if view is not None]
+        return pack.call(self._tensor(x), None if bias is None else self._tensor(bias), targets)
 
     def _call(self, op: Op) -> tuple[str, Callable[[], Any]]:
         args, kwargs = tree_map_only(View, self._tensor, (op.args, op.kwargs))
         targets = [None if view is None else self._tensor(view) for view in op.fresh]
         if all(target is None for target in targets):
-            return "in place", partial(op.func._op, *args, **kwargs)
+            return "in place", bound_call(op.func, args, kwargs)
         written = _written_directly(op, args, kwargs, targets)
         if written is not None:
             return "out", written
@@ -91,11 +83,11 @@ class Binder:
         return tensor
 
 
-def _lifetimes(recording: Recording) -> dict[int, Lifetime]:
-    """First and last use of every storage that the program did not keep."""
+def _lifetimes(recording: Recording, steps: list[Step]) -> dict[int, Lifetime]:
+    """First and last step that uses each storage that the program did not keep."""
     lifetimes: dict[int, Lifetime] = {}
-    for i, op in enumerate(recording.ops):
-        for leaf in tree_iter((op.args, op.kwargs, op.fresh)):
+    for i, step in enumerate(steps):
+        for leaf in tree_iter([(op.args, op.kwargs, op.fresh) for op in step.ops]):
             if isinstance(leaf, View) and leaf.storage not in recording.kept:
                 first = lifetimes[leaf.storage].first if leaf.storage in lifetimes else i
                 lifetimes[leaf.storage] = Lifetime(first, i, recording.nbytes[leaf.storage])
@@ -117,13 +109,13 @@ def _written_directly(
         return None
     packet = op.func.overloadpacket
     if packet in _COPIES:
-        return partial(aten.copy_.default._op, targets[0], args[0])
+        return bound_call(aten.copy_.default, (targets[0], args[0]), {})
     overload = _out_overload(op.func)
     if overload is None:
         return None
     func, names = overload
     options = {name: value for name, value in kwargs.items() if name not in _TENSOR_OPTIONS}
-    return partial(func._op, *args, **options, **dict(zip(names, targets, strict=True)))
+    return bound_call(func, args, options | dict(zip(names, targets, strict=True)))
 
 
 _COPIES = frozenset({aten.clone, aten._to_copy})

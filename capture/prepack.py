@@ -4,7 +4,7 @@ A captured graph freezes the addresses of weights, not their values, so packed c
 version counters of their sources: an in-place update is seen at the next replay and packed
 again. An update that hides from the counter (through `.data`) is not seen.
 
-Consecutive linears of one input (query, key and value; gate and up) become one.
+Linears of one input (query, key and value; gate and up) become one.
 """
 
 from __future__ import annotations
@@ -101,17 +101,34 @@ class PackedLinear:
         return run_one if len(targets) == 1 else run
 
 
-def constant_linears(
-    ops: Sequence[Op], start: int, weights: PackedWeights, recording: Recording
-) -> list[ConstantLinear]:
-    """The linears from `start` on that can run as one: same input, no bias unless alone."""
-    group: list[ConstantLinear] = []
-    for op in ops[start:]:
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Operations that are replayed by one call: one as it is, or constant linears as one."""
+
+    ops: list[Op]
+    linears: list[ConstantLinear]
+
+
+def steps_of(recording: Recording, weights: PackedWeights) -> list[Step]:
+    """The operations in order, with linears of one input joined.
+
+    A linear joins an earlier one when neither has a bias and no operation between them writes in
+    place: then its input is the same there, and its output is not read before.
+    """
+    steps: list[Step] = []
+    joinable: dict[View, Step] = {}
+    for op in recording.ops:
         linear = weights.match(op, recording)
-        if linear is None or (group and (linear.bias or group[0].bias or linear.x != group[0].x)):
-            break
-        group.append(linear)
-    return group
+        if linear is not None and linear.bias is None and linear.x in joinable:
+            joinable[linear.x].ops.append(op)
+            joinable[linear.x].linears.append(linear)
+            continue
+        steps.append(Step([op], [] if linear is None else [linear]))
+        if linear is not None and linear.bias is None:
+            joinable[linear.x] = steps[-1]
+        elif op.func._schema.is_mutable:
+            joinable.clear()
+    return steps
 
 
 def _packable(weight: Tensor) -> bool:
