@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from graphattn.errors import wrong
 
@@ -34,6 +35,20 @@ def local_position(p: int, W: int, I: int) -> int:
 def global_position(c: int, r: int, W: int, I: int) -> int:
     """Global position of entry `c` of rank `r`; inverse of `owner` and `local_position`."""
     return c // I * W * I + r * I + c % I
+
+
+class KVPlace(NamedTuple):
+    """Where the KV entry of a token lies."""
+
+    rank: int  # that owns it
+    column: int  # of the slot's page table on that rank
+    offset: int  # in the page
+
+
+def kv_place(p: int, W: int, I: int, page_size: int) -> KVPlace:
+    """The layout contract: entry of global position `p`; the same for every layer and slot."""
+    c = local_position(p, W, I)
+    return KVPlace(owner(p, W, I), c // page_size, c % page_size)
 
 
 def local_length(L: int, r: int, W: int, I: int) -> int:

@@ -85,6 +85,11 @@ class Engine:
         """Whether a request waits or runs."""
         return not self._scheduler.idle
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process takes requests; ranks of a process group other than 0 `follow`."""
+        return self._lockstep is None or self._lockstep.leads
+
     def submit(
         self,
         token_ids: Sequence[int],
@@ -140,8 +145,7 @@ class Engine:
         then closed.
         """
         self._check_open()
-        lockstep = self._lockstep
-        if lockstep is None or lockstep.leads:
+        if (lockstep := self._lockstep) is None or self.leads:
             raise wrong("follow", "a rank other than 0 of a process group", "rank 0", "Use step.")
         buckets = {bucket.name: bucket for bucket in self.config.buckets}
         while True:
@@ -355,7 +359,7 @@ class Engine:
 
     def _check_leads(self, call: str) -> None:
         self._check_open()
-        if self._lockstep is not None and not self._lockstep.leads:
+        if self._lockstep is not None and not self.leads:
             raise wrong(call, "rank 0 of the group", f"rank {self._lockstep.rank}", "Use follow.")
 
     def _check_bucket(self, bucket: Bucket) -> None:

@@ -38,6 +38,7 @@ FLOW = [
     "checkup",
     "engine",
     "capturing",
+    "launch",
     "text",
     "demo",
     "cli",

@@ -12,6 +12,7 @@ from graphattn.bounds import (
     Bounds,
     ceil_div,
     global_position,
+    kv_place,
     local_length,
     local_position,
     max_local_length,
@@ -130,3 +131,14 @@ def test_the_longest_sequence_of_a_shard(group: tuple[int, int], entries: int) -
     longest = tokens_in_shard(entries, W, I)
     assert max_local_length(longest, W, I) <= entries
     assert max_local_length(longest + 1, W, I) > entries
+
+
+@given(groups, st.sampled_from([1, 4, 16, 64]))
+def test_no_two_tokens_share_a_place(group: tuple[int, int], page_size: int) -> None:
+    W, I = group
+    places = [kv_place(p, W, I, page_size) for p in range(4 * W * I)]
+    assert len(set(places)) == len(places)
+    assert all(0 <= x.rank < W and 0 <= x.offset < page_size for x in places)
+    for rank in range(W):
+        flat = [x.column * page_size + x.offset for x in places if x.rank == rank]
+        assert flat == list(range(len(flat))), "in order, without a gap"
