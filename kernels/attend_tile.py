@@ -27,13 +27,17 @@ TILE_INTEGERS = [
 
 @triton.jit
 def visible_ranges(start_ptr, end_ptr, o_t, m_t):
-    """Ranges of a tile's rows, (0, 0) where masked, and the union [lo, hi) of the non-empty."""
+    """Ranges of a tile's rows, (0, 0) where masked, and the union [lo, hi) of the non-empty.
+
+    [0, 0) when all are empty: a pipelined loop tests positions some blocks past its start, so a
+    start near the largest integer would wrap around and load.
+    """
     b_start = tl.load(start_ptr + o_t, mask=m_t, other=0)
     b_end = tl.load(end_ptr + o_t, mask=m_t, other=0)
     m_seen = b_end > b_start
     lo = tl.min(tl.where(m_seen, b_start, _NO_POSITION), 0)
     hi = tl.max(tl.where(m_seen, b_end, 0), 0)
-    return b_start, b_end, lo, hi
+    return b_start, b_end, tl.minimum(lo, hi), hi
 
 
 @triton.jit
