@@ -215,6 +215,11 @@ None. With total = logsumexp over ranks (and the sink): scaled = out * exp(lse -
 where lse is -inf. scaled [n, T, H / n, D] in out's dtype: slice i holds heads
 [i * H / n, (i + 1) * H / n); n = 1 keeps all heads together. The sum of `scaled` over the ranks is
 the attention over the union of their shards.
+
+An LSE, here and in messages, is finite, or -inf for a shard that shows nothing; `out` may be NaN
+there. An LSE of NaN (a poisoned request) makes its row NaN. +inf does not occur: kernels of others
+that return +inf or NaN for an empty row need an adapter that knows empty rows from the lengths and
+maps their LSE to -inf before it gets here; unmapped, +inf makes its row NaN.
 """
 
 pack_partial = _define(
@@ -224,7 +229,8 @@ pack_partial = _define(
 """One message per destination rank: output rows, each followed by its fp32 LSE.
 
 out [T, H, D], lse [T, H] (fp32), message [W, n, D + 4 / itemsize] in out's dtype; the LSE's four
-bytes follow the D values as they are, so a bf16 message carries an fp32 LSE exactly.
+bytes follow the D values as they are, so a bf16 message carries an fp32 LSE exactly. They are
+aligned: D * itemsize is a multiple of 4.
 by_head: destination w gets heads [w * H / W, (w + 1) * H / W), n = T * H / W, row t * H / W + h.
 Else the T * H rows in order, n = ceil(T * H / W) of them per destination; rows past the end are
 out 0 and lse -inf.

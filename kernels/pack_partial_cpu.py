@@ -5,21 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .message import lse_column
+
 
 def pack_partial(out: Tensor, lse: Tensor, message: Tensor, by_head: bool) -> None:
     """See `ops.pack_partial`."""
-    ranks, rows, _ = message.shape
     tokens, heads, dim = out.shape
-    values, weights = message[..., :dim], message[..., dim:]
+    values, weights = message[..., :dim], lse_column(message, dim)
     if by_head:
-        shape = (tokens, ranks, heads // ranks)
-        values.copy_(out.view(*shape, dim).transpose(0, 1).reshape(ranks, rows, dim))
-        packed = lse.view(shape).transpose(0, 1).reshape(ranks, rows)
-    else:
-        flat = torch.zeros(ranks * rows, dim, dtype=out.dtype)
-        flat[: tokens * heads] = out.reshape(-1, dim)
-        values.copy_(flat.view(ranks, rows, dim))
-        packed = torch.full((ranks * rows,), -torch.inf)
-        packed[: tokens * heads] = lse.reshape(-1)
-        packed = packed.view(ranks, rows)
-    weights.copy_(packed.contiguous().view(ranks, rows, 1).view(message.dtype))
+        split = (tokens, len(message), heads // len(message))
+        packed = (split[1], split[0], split[2])
+        values.unflatten(1, packed[1:]).copy_(out.view(*split, dim).transpose(0, 1))
+        weights.unflatten(1, packed[1:]).copy_(lse.view(split).transpose(0, 1))
+        return
+    rows = tokens * heads
+    values, weights = values.flatten(0, 1), weights.flatten(0, 1)  # views: rows lie evenly
+    values[:rows].copy_(out.view(rows, dim))
+    weights[:rows].copy_(lse.view(rows))
+    values[rows:].zero_()
+    weights[rows:].fill_(-torch.inf)
