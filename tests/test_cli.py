@@ -4,50 +4,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from graphattn.cli import main
 from graphattn.demo import smollm2
 from graphattn.demo.parity import compare
 from graphattn.demo.runs import left_padded, run_generate
 from graphattn.text import LineWriter, TextStream, encode, load
+from tests.tiny_llama import byte_tokenizer, save_tiny_llama, tiny_llama
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that most characters beyond ASCII need several."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-def tiny_model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=48,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    target = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(target)
-    byte_tokenizer().save_pretrained(target)
-    return target
+    return save_tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 def test_generate_streams_the_tokens_of_generate(
@@ -144,7 +114,7 @@ def test_left_padding_masks_exactly_the_pads() -> None:
 
 
 def test_parity_tells_equal_tie_and_difference_apart() -> None:
-    model, prompt = tiny_model(), [1, 2, 3]
+    model, prompt = tiny_llama(), [1, 2, 3]
     (reference,) = run_generate(model, [prompt], 6).token_ids
     assert compare(model, prompt, reference, reference).equal
 

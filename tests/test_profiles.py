@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import graphattn
 from graphattn.demo.runs import run_generate
@@ -15,26 +14,15 @@ from profiles import bench, gpu
 from profiles.interleave import Pairs, against, two_engines
 from profiles.record import append, context, spread
 from profiles.workloads import DECODE_1, DECODE_8, Workload
+from tests.tiny_llama import tiny_llama
 
-VOCAB = 97
+VOCAB = 256
 WORK = Workload("tiny", batch=3, prompt_len=5, new_tokens=8)
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=48,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama()
 
 
 def test_pairs_are_decode_steps_of_both_sides(model: LlamaForCausalLM) -> None:
