@@ -9,8 +9,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import graphattn
+from graphattn.groups import ProcessGroup
+from graphattn.models.contract import ModelStep
 from tests.runtime.serving import make_engine, prompts
 from tests.runtime.tiny_model import TinyModel
 
@@ -45,6 +48,38 @@ def parity() -> None:
         if tokens is not None:
             assert tokens == expected, (interleave, reduce, backend)
             print(f"equal {interleave} {reduce} {backend}", flush=True)
+
+
+class ShardedHeads(TinyModel):
+    """Query heads and the columns of the output projection over the ranks; K and V everywhere."""
+
+    def forward(self, step: ModelStep) -> torch.Tensor:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        heads, _, dim = self.heads
+        own = slice(rank * heads // size, (rank + 1) * heads // size)
+        columns = slice(own.start * dim, own.stop * dim)
+        x = self.embed(step.input_ids) + self.position(step.positions)
+        for layer in range(len(self.qkv)):
+            q, k, v = self._split(layer, x)
+            part = step.attend(layer, q[:, own], k, v).flatten(1)
+            share = part @ self.out[layer].weight[:, columns].T
+            self.group.all_reduce([share])
+            x = x + share + self.out[layer].bias
+        return self.head(F.layer_norm(x[step.logits_token], x.shape[-1:]))
+
+
+def sharded() -> None:
+    """Query heads sharded over the group: gather Q, combine, scatter."""
+    options = {"num_q_heads": 4, "sinks": True, "windows": (0, 5)}
+    whole, model = TinyModel(**options), ShardedHeads(**options)
+    model.group = ProcessGroup(dist.group.WORLD, timeout=60.0)
+    expected = [whole.generate(p, n) for p, n in JOBS]
+    for reduce, backend in (("ag_rs", "host"), ("a2a", "host"), ("a2a", "eager")):
+        dcp = graphattn.DCP(dist.group.WORLD, 3, reduce, timeout=60.0)
+        tokens = run_engine(model, dcp, backend=backend)
+        if tokens is not None:
+            assert tokens == expected, (reduce, backend)
+            print(f"equal {reduce} {backend}", flush=True)
 
 
 def late() -> None:
@@ -106,7 +141,7 @@ def dead() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    {f.__name__: f for f in (parity, late, disagree, dead)}[sys.argv[1]]()
+    {f.__name__: f for f in (parity, sharded, late, disagree, dead)}[sys.argv[1]]()
     sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()

@@ -29,6 +29,11 @@ def test_tokens_equal_recomputation(ranks: int) -> None:
     assert launch(ranks, "parity").count("equal") == 4
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_query_heads_sharded_over_the_group(ranks: int) -> None:
+    assert launch(ranks, "sharded").count("equal") == 3
+
+
 def test_ranks_may_enter_capture_seconds_apart() -> None:
     assert "equal" in launch(2, "late")
 

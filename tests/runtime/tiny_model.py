@@ -85,7 +85,7 @@ class TinyModel(nn.Module):
     def dense_logits(self, token_ids: list[int]) -> Tensor:
         """Logits [len, V] of every position of one sequence."""
         n = len(token_ids)
-        x = self.embed(torch.tensor(token_ids)) + self.position.weight[:n]
+        x = self.embed(torch.tensor(token_ids, device=self.device)) + self.position.weight[:n]
         for layer, spec in enumerate(self.attention_layers):
             q, k, v = self._split(layer, x)
             x = x + self.out[layer](_dense_attention(q, k, v, spec).flatten(1))
@@ -109,7 +109,8 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionLayer) -> T
     scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
     if spec.softcap:
         scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    distance = torch.arange(n)[:, None] - torch.arange(n)
+    places = torch.arange(n, device=q.device)
+    distance = places[:, None] - places
     hidden = (distance < 0) | ((distance >= spec.window) if spec.window else False)
     scores = scores.masked_fill(hidden, -math.inf)
     if spec.sinks is not None:
