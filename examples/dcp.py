@@ -21,6 +21,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8], [1] * 40]
 
 def tiny_llama() -> LlamaForCausalLM:
     """A random model; the same on every rank, since the seed is."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -31,7 +32,7 @@ def tiny_llama() -> LlamaForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=512,
     )
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(config).to(device).eval()
 
 
 def main() -> None:

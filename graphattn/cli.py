@@ -7,6 +7,7 @@ one line on stderr that says what to do, 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -124,7 +125,7 @@ def _device(backend: str) -> torch.device:
     wants_cuda = backend == "cuda" or (backend != "host" and torch.cuda.is_available())
     if wants_cuda and not torch.cuda.is_available():
         raise GraphAttnError("--backend cuda: no CUDA device is visible. Use --backend host.")
-    return torch.device("cuda" if wants_cuda else "cpu")
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if wants_cuda else "cpu")
 
 
 def _write(line: str) -> None:

@@ -290,6 +290,7 @@ class Engine:
 
     def _capture(self, progress: Progress | None) -> dict[Bucket, Graph]:
         """Capture on idle inputs: all rows are padding, so no slot, page or token changes."""
+        self._stream.join()
         by_name = {bucket.name: bucket for bucket in self._programs}
         pools = self._memory.pools()
         graphs = capture_family(
@@ -320,6 +321,7 @@ class Engine:
         """One copy in, the prompts of admitted slots, one replay, one copy out."""
         if self._lockstep is not None and self._lockstep.leads:
             self._lockstep.send(Message(self._steps, bucket.name, inputs))
+        self._stream.join()
         with nvtx_ranges.scope(f"replay.{bucket.name}"):
             history = self._memory.state.history
             for admission in inputs.admissions:

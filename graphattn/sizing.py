@@ -125,6 +125,7 @@ def _peak_bytes(model: StepModel, config: EngineConfig, stream: Stream) -> int:
         model, bounds, kv_dtype=config.kv_dtype, device=config.device, dcp=config.dcp
     )
     program = step_program(model, memory, next(iter(config.buckets)))
+    stream.join()
     stream.submit(program)
     stream.mark().wait()
     peak = torch.cuda.max_memory_allocated(config.device) - before

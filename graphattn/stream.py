@@ -40,6 +40,10 @@ class Stream(Protocol):
         """A marker behind everything submitted so far."""
         ...
 
+    def join(self) -> None:
+        """Later work runs after what the caller has enqueued elsewhere, such as new weights."""
+        ...
+
 
 class _Done:
     """The marker of a queue that runs everything at once."""
@@ -65,6 +69,9 @@ class HostStream:
     def mark(self) -> Marker:
         """Already done."""
         return _Done()
+
+    def join(self) -> None:
+        """Everything has run."""
 
 
 class _CudaMarker:
@@ -99,6 +106,10 @@ class CudaStream:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.cuda)
         return _CudaMarker(event)
+
+    def join(self) -> None:
+        """Wait, on the device, for the caller's current stream."""
+        self.cuda.wait_stream(torch.cuda.current_stream(self.cuda.device))
 
 
 def open_stream(device: torch.device) -> HostStream | CudaStream:

@@ -47,6 +47,9 @@ class LaggingStream:
         self._work.append(lambda: setattr(marker, "passed", True))
         return marker
 
+    def join(self) -> None:
+        """Nothing is enqueued elsewhere."""
+
     def run_one(self) -> None:
         self._work.popleft()()
 
