@@ -26,8 +26,8 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
+from .arguments import mapped
 from .errors import CaptureError
 from .plausible import function_result, op_result
 from .rules import (
@@ -191,7 +191,7 @@ class _Auditor:
 
     def faked(self, tree: Any) -> Any:
         """`tree` with its real tensors replaced."""
-        return tree_map_only(Tensor, self._fake, tree)
+        return mapped(Tensor, self._fake, tree)
 
     def _fake(self, tensor: Tensor) -> Tensor:
         """The fake device tensor of a real one; tensors that share memory share it here too."""
@@ -304,7 +304,7 @@ def _mixes_devices(error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str,
 
 def _moved(tree: Any, auditor: _Auditor) -> Any:
     """`tree` with its host tensors on the device, to go on after a mix of both."""
-    return tree_map_only(
+    return mapped(
         Tensor,
         lambda t: t if t.is_cuda or t.dim() == 0 else torch.empty_like(t, device="cuda"),
         tree,

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map_only
 
 from .arena import Arena, Lifetime, plan, poison
+from .arguments import leaves, mapped
 from .calls import bound_call
 from .prepack import PackedLinear, PackedWeights, Step, steps_of
 from .record import Op, Recording, View
@@ -53,7 +53,7 @@ class Binder:
         return pack.call(self._tensor(x), None if bias is None else self._tensor(bias), targets)
 
     def _call(self, op: Op) -> tuple[str, Callable[[], Any]]:
-        args, kwargs = tree_map_only(View, self._tensor, (op.args, op.kwargs))
+        args, kwargs = mapped(View, self._tensor, (op.args, op.kwargs))
         targets = [None if view is None else self._tensor(view) for view in op.fresh]
         if all(target is None for target in targets):
             return "in place", bound_call(op.func, args, kwargs)
@@ -87,7 +87,7 @@ def _lifetimes(recording: Recording, steps: list[Step]) -> dict[int, Lifetime]:
     """First and last step that uses each storage that the program did not keep."""
     lifetimes: dict[int, Lifetime] = {}
     for i, step in enumerate(steps):
-        for leaf in tree_iter([(op.args, op.kwargs, op.fresh) for op in step.ops]):
+        for leaf in leaves([(op.args, op.kwargs, op.fresh) for op in step.ops]):
             if isinstance(leaf, View) and leaf.storage not in recording.kept:
                 first = lifetimes[leaf.storage].first if leaf.storage in lifetimes else i
                 lifetimes[leaf.storage] = Lifetime(first, i, recording.nbytes[leaf.storage])
@@ -95,7 +95,7 @@ def _lifetimes(recording: Recording, steps: list[Step]) -> dict[int, Lifetime]:
 
 
 def _run_and_copy(func: Any, args: Any, kwargs: Any, targets: list[Tensor | None]) -> None:
-    results = tree_iter(func(*args, **kwargs))
+    results = leaves(func(*args, **kwargs))
     for target, result in zip(targets, results, strict=True):
         if target is not None:
             target.copy_(result)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 
 def bound_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
@@ -49,11 +48,15 @@ def _reaches(
 
 def _same(a: Any, b: Any) -> bool:
     """Whether two sets of arguments are the same, tensors by identity."""
-    (leaves_a, shape_a), (leaves_b, shape_b) = tree_flatten(a), tree_flatten(b)
-    return bool(shape_a == shape_b) and all(
-        x is y or (not isinstance(x, Tensor) and type(x) is type(y) and x == y)
-        for x, y in zip(leaves_a, leaves_b, strict=True)
-    )
+    if a is b:
+        return True
+    if type(a) is not type(b) or isinstance(a, Tensor):
+        return False
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return bool(a == b)
 
 
 class _Answer(BaseException):

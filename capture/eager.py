@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from .graph import Graph, GraphInfo, GraphState
 from .record import grad_mode
-from .storages import Preserved, PreserveMode, random_state_preserved, tensors_in
+from .storages import Preserved, PreserveMode, random_state_preserved
 
 T = TypeVar("T")
 
@@ -50,15 +50,19 @@ class EagerGraph(Graph):
         finally:
             preserved.restore()
         self._program = fn
-        self._outputs = list(tensors_in(fixed))
+        self._outputs = list(_tensors(fixed))
         return fixed
 
     def _replay(self) -> None:
         assert self._program is not None
         with grad_mode(self._inference):
-            for fixed, output in zip(self._outputs, tensors_in(self._program()), strict=True):
+            for fixed, output in zip(self._outputs, _tensors(self._program()), strict=True):
                 fixed.copy_(output)
 
     def _close(self) -> None:
         self._program = None
         self._outputs.clear()
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_iter(outputs) if isinstance(leaf, Tensor)]

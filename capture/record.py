@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
 
+from .arguments import leaves, mapped
 from .errors import RefusedError
 from .rules import (
     GRADIENT,
@@ -188,12 +188,12 @@ class _Recorder(TorchDispatchMode):
             return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recorded_args, recorded_kwargs = tree_map_only(
+        recorded_args, recorded_kwargs = mapped(
             Tensor, lambda tensor: self._view_of(func, tensor), (args, kwargs)
         )
         inputs = {
             leaf.storage
-            for leaf in tree_iter((recorded_args, recorded_kwargs))
+            for leaf in leaves((recorded_args, recorded_kwargs))
             if isinstance(leaf, View)
         }
         if func._schema.is_mutable:
@@ -203,7 +203,7 @@ class _Recorder(TorchDispatchMode):
         output = func(*args, **kwargs)
         if func in _HOST_READS_ALLOWED:
             return output
-        fresh = tuple(self._fresh(func, leaf, inputs) for leaf in tree_iter(output))
+        fresh = tuple(self._fresh(func, leaf, inputs) for leaf in leaves(output))
         if _has_work(func, fresh):
             self._ops.append(Op(func, recorded_args, recorded_kwargs, fresh, user_place()))
         return output

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from .arguments import leaves
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """The tensors among the leaves of nested arguments."""
-    return (leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor))
+    """The tensors among nested arguments."""
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
 def has_storage(tensor: Tensor) -> bool:
