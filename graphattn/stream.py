@@ -79,7 +79,7 @@ class _CudaMarker:
         self._event = event
 
     def done(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self._event.query())
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -89,7 +89,7 @@ class CudaStream:
     """One explicit, non-default CUDA stream of `device`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.cuda = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.cuda = torch.cuda.Stream(device)
 
     def submit(self, work: Callable[[], object]) -> None:
         """Launch `work` with this stream current."""
@@ -103,7 +103,7 @@ class CudaStream:
 
     def mark(self) -> Marker:
         """Record an event."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(self.cuda)
         return _CudaMarker(event)
 
