@@ -190,7 +190,7 @@ each_implementation = pytest.mark.parametrize("run", [run_cpu, run_triton], ids=
 Run = Callable[[Case], Case]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cases())
 def test_cpu_equals_the_loop(case: Case) -> None:
     assert_same(run_cpu(case), case.run(commit_ref))
