@@ -219,6 +219,7 @@ def test_nan_of_one_request_stays_with_it() -> None:
     case.args["k_pool"][pages[1], :, 1] = torch.nan
     attend(*case.args.values())
     assert case.args["out"][1].isnan().all()
+    assert case.args["lse"][1].isnan().all()
     others = [0, *range(2, 8)]
     assert torch.equal(case.args["out"][others], clean.args["out"][others])
 
