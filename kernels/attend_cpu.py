@@ -62,6 +62,7 @@ class _Group:
 
     places: slice | Tensor  # the R * J query places, item by item
     num_items: int
+    num_places: int
     chunks: tuple[_Chunk, ...]
 
 
@@ -112,10 +113,11 @@ def attend(
         num_kv_heads,
         q.shape[2],
     )
-    out.zero_()
-    lse.fill_(-math.inf)
-    if sinks is not None:
-        lse[: int(query_start[-1])] = sinks
+    if sum(group.num_places for group in groups) < q.shape[0]:
+        out.zero_()
+        lse.fill_(-math.inf)
+        if sinks is not None:
+            lse[: int(query_start[-1])] = sinks
     for group in groups:
         group_out, group_lse = _attend_group(q, k_pool, v_pool, group, scale, softcap)
         if sinks is not None:
@@ -142,11 +144,15 @@ def _attend_group(
     Hq, D = q.shape[1:]
     Hkv, R = k_pool.shape[1], group.num_items
     G, J = Hq // Hkv, q.shape[0] // R
-    q = q.view(R, J, Hkv, G, D).permute(0, 2, 3, 1, 4).reshape(R * Hkv, G * J, D)
+    if J > 1:  # one query per item lies by head already
+        q = q.view(R, J, Hkv, G, D).permute(0, 2, 3, 1, 4)
+    q = q.reshape(R * Hkv, G * J, D)
     parts = (_attend_chunk(q, k_pool, v_pool, c, (R, Hkv, G, J), softcap) for c in group.chunks)
     m, l, o = reduce(_join, parts)
     o /= l.clamp_min(1.0)  # the largest term is exp(0), so l >= 1 unless nothing is visible
     m += l.log_()
+    if J == 1:
+        return o.view(R, Hq, D), m.view(R, Hq)
     return _by_place(o, R, Hkv, G), _by_place(m, R, Hkv, G).squeeze(-1)
 
 
@@ -244,6 +250,7 @@ def _plan(
             if adjacent
             else torch.from_numpy(places),
             num_items=R,
+            num_places=R * J,
             chunks=tuple(chunks),
         )
 
