@@ -69,8 +69,11 @@ _INTERPRETED = Tile(block_m=16, block_n=16, num_warps=1, num_stages=1)
 
 
 def arch_of(device: torch.device) -> str:
-    """Architecture string of a device: "cpu" (the interpreter) or "sm_90" and the like."""
-    if device.type != "cuda":
+    """Architecture string of a device: "cpu" (the interpreter) or "sm_90" and the like.
+
+    A fake CUDA device without a GPU, as an audit uses, has the tiles of "cpu".
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():
         return "cpu"
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}"
