@@ -48,6 +48,7 @@ class CudaGraph(Graph):
         self._program: Callable[[], Any] | None = None
         self._graph: Any = None
         self._memory_bytes = 0
+        self._launched = False
         self._nodes: tuple[Node, ...] | None = None
 
     @property
@@ -104,17 +105,19 @@ class CudaGraph(Graph):
             self._graph.capture_end()
 
     def _replay(self) -> None:
+        self._launched = True
         with self._cuda.stream(self._stream):
             self._graph.replay()
 
     def _close(self) -> None:
         """The device may still run the graph: wait for the stream before its memory goes."""
-        if self._graph is not None:
-            self._stream.synchronize()
-            self._graph.reset()
-        self._graph = None
-        self._program = None
-        self._nodes = None
+        try:
+            if self._launched:
+                self._stream.synchronize()
+        finally:
+            if self._graph is not None:
+                self._graph.reset()
+            self._graph = self._program = self._nodes = None
 
 
 @contextmanager

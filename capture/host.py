@@ -45,7 +45,7 @@ class HostGraph(Graph):
 
     @property
     def info(self) -> GraphInfo:
-        """Number of replayed operations by how they are replayed; arena growth and outputs."""
+        """Operations by how they are replayed; growth of arena, outputs and packed weights."""
         self._require(GraphState.READY, "info")
         return GraphInfo(
             node_count=len(self._calls),
@@ -58,6 +58,7 @@ class HostGraph(Graph):
         outputs, finish = record(fn, untouched=self._untouched)
         recording = finish()
         self._inference = recording.inference
+        packed_before = self._packed.nbytes
         with recording.mode():
             binder = Binder(recording, self._arena, self._packed)
             for kind, call in binder.calls():
@@ -65,7 +66,7 @@ class HostGraph(Graph):
                 self._calls.append(call)
             binder.poison()
         self._packs = binder.packs
-        self._memory_bytes = binder.memory_bytes
+        self._memory_bytes = binder.memory_bytes + self._packed.nbytes - packed_before
         return outputs
 
     def _replay(self) -> None:

@@ -44,6 +44,11 @@ class PackedWeights:
         self._weights = {_key(w.detach()): w for w in weights if _packable(w)}
         self._packs: dict[tuple[int, ...], PackedLinear] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed copies made so far."""
+        return sum(pack.nbytes for pack in self._packs.values())
+
     def match(self, op: Op, recording: Recording) -> ConstantLinear | None:
         """The operation as a linear over one of the weights, or None."""
         if op.func is aten.mm.default:

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from graphattn._capture.arena import Arena
 from graphattn._capture.family import capture_family
 from graphattn._capture.graph import Graph
 from graphattn._capture.host import HostGraph
@@ -83,11 +84,16 @@ def test_in_place_weight_updates_are_packed_again() -> None:
 def test_graphs_of_a_family_share_one_packed_copy() -> None:
     layer = Layer()
     packed = PackedWeights(layer.weights().values())
-    graphs = [HostGraph(name, packed=packed) for name in "ab"]
+    arena = Arena()
+    graphs = [HostGraph(name, arena=arena, packed=packed) for name in "ab"]
     for graph in graphs:
         graph.capture(layer.step)
     assert graphs[0]._packs == graphs[1]._packs
     assert len(graphs[0]._packs) == 2
+    large = [linear.weight.nbytes for linear in (layer.q, layer.k, layer.v, layer.o)]
+    assert packed.nbytes == sum(large)
+    assert graphs[0].info.memory_bytes >= sum(large)
+    assert graphs[1].info.memory_bytes == 0
 
 
 def test_what_is_not_packed() -> None:
