@@ -17,6 +17,8 @@ from .layout import check_contiguous
 from .message import lse_column
 from .partials import load_sinks, rows_per_program, union_weights
 
+RANKS_TOGETHER = tl.constexpr(4)  # ranks whose loads are in flight together; more would spill
+
 
 @triton.jit(do_not_specialize=["rows", "first_row"])
 def merge_packed_kernel(  # noqa: D103
@@ -47,7 +49,7 @@ def merge_packed_kernel(  # noqa: D103
     p_out = message_ptr + o_row[:, None] * MESSAGE_ROW + o_d[None, :]
     out_rank = rows.to(tl.int64) * MESSAGE_ROW
     b_merged = tl.zeros([BLOCK, D_PADDED], tl.float32)
-    for w in tl.static_range(RANKS):
+    for w in tl.range(RANKS, loop_unroll_factor=RANKS_TOGETHER):
         b_lse = tl.load(p_lse + w * lse_rank, mask=m_row, other=float("-inf"))
         b_out = tl.load(p_out + w * out_rank, mask=m, other=0.0).to(tl.float32)
         # Selected, not multiplied away: an unwritten row of an empty shard may hold NaN.

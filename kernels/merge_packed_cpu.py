@@ -12,8 +12,13 @@ def merge_packed(message: Tensor, sinks: Tensor | None, merged: Tensor, first_ro
     """See `ops.merge_packed`."""
     rows, dim = merged.shape
     lses = lse_column(message, dim)  # [W, n]
-    total = torch.logsumexp(lses, 0)
+    scores = lses
     if sinks is not None:
-        total = torch.logaddexp(total, sinks[(first_row + torch.arange(rows)) % len(sinks)])
-    terms = message[..., :dim] * torch.exp(lses - total)[..., None]  # [W, n, D] fp32
-    merged.copy_(terms.masked_fill_((lses == -torch.inf)[..., None], 0.0).sum(0))
+        own = sinks[(first_row + torch.arange(rows)) % len(sinks)]
+        scores = torch.cat([lses, own[None]])
+    weights = torch.softmax(scores, 0)[: len(lses)]  # NaN where no rank sees anything
+    terms = message[..., :dim] * weights[..., None]  # [W, n, D] fp32
+    unseen = lses == -torch.inf
+    if unseen.any():  # filling costs more than all the rest
+        terms.masked_fill_(unseen[..., None], 0.0)
+    merged.copy_(terms.sum(0))

@@ -11,11 +11,12 @@ def scale_partial(
 ) -> None:
     """See `ops.scale_partial`."""
     slices, tokens, heads, dim = scaled.shape
-    total = torch.logsumexp(lses, 0)  # [T, H]; -inf where no rank sees anything
+    inverse = torch.exp(lses - lse).sum(0)  # [T, H]; inf for a vanishing weight, NaN where unseen
     if sinks is not None:
-        total = torch.logaddexp(total, sinks)
+        inverse += torch.exp(sinks - lse)
     shape = (tokens, slices, heads)
-    weight = torch.exp(lse - total).view(*shape, 1)
     target = scaled.transpose(0, 1)  # [T, n, H / n, D]
-    torch.mul(out.view(*shape, dim), weight, out=target)
-    target.masked_fill_((lse == -torch.inf).view(*shape, 1), 0.0)
+    torch.mul(out.view(*shape, dim), inverse.reciprocal_().view(*shape, 1), out=target)
+    unseen = lse == -torch.inf
+    if unseen.any():  # filling costs more than all the rest
+        target.masked_fill_(unseen.view(*shape, 1), 0.0)
