@@ -197,8 +197,8 @@ class _Recorder(TorchDispatchMode):
             if isinstance(leaf, View)
         }
         if func._schema.is_mutable:
-            for tensor in mutated(func, args, kwargs):
-                if has_storage(tensor) and self._number(tensor) not in self._storages.born:
+            for tensor in filter(has_storage, mutated(func, args, kwargs)):
+                if self._number(tensor) not in self._storages.born:
                     self._preserved.before_write(tensor)
         output = func(*args, **kwargs)
         if func in _HOST_READS_ALLOWED:

@@ -102,7 +102,7 @@ class PreserveMode(TorchDispatchMode):
                 if has_storage(tensor)
             }
             if isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable:
-                for tensor in mutated(func, args, kwargs):
+                for tensor in filter(has_storage, mutated(func, args, kwargs)):
                     if self._storages.number(tensor.untyped_storage()) not in self._storages.born:
                         self._preserved.before_write(tensor)
             output = func(*args, **kwargs)
