@@ -2,7 +2,7 @@
 
 Three launches. `_scan_kernel` is one program over all rows: what needs a prefix sum, and the
 ranges and splits of each row. The others have one program per row: `_place_kernel` writes the
-row's token and logits places, `_item_kernel` its entries of the work lists. A row finds its
+row's token and logits places, `item_kernel` its entries of the work lists. A row finds its
 place in a sorted list by counting the entries of the rows before it, so nothing is sorted.
 What lies past the last row is shared out over the programs.
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .dcp_math import local_length, local_position, owner
 from .layout import check_contiguous
+from .prepare_items import fill_tail, item_kernel
 
 BLOCK = 512  # places of one vector
 
@@ -104,14 +105,6 @@ def _scan_kernel(
         tl.store(decode_count_ptr + g, tl.sum(splits, 0))
 
 
-@triton.jit
-def _fill_tail(ptr, begin, end, value: tl.constexpr, i_part, parts, BLOCK: tl.constexpr):
-    """This program's part of writing `value` to [begin, end)."""
-    for first in range(begin + i_part * BLOCK, end, parts * BLOCK):
-        index = first + tl.arange(0, BLOCK)
-        tl.store(ptr + index, tl.full([BLOCK], value, ptr.dtype.element_ty), mask=index < end)
-
-
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_logits", "max_seq_len", "width"])
 def _place_kernel(
     slot_of_row_ptr,
@@ -190,86 +183,16 @@ def _place_kernel(
     tl.store(logits_token_ptr + first_logits + i, token_place.to(tl.int64), mask=i < reserved)
 
     used = tl.load(query_start_ptr + num_rows)
-    _fill_tail(input_ids_ptr, used, num_tokens, 0, i_row, num_rows, BLOCK)
-    _fill_tail(positions_ptr, used, num_tokens, 0, i_row, num_rows, BLOCK)
-    _fill_tail(row_of_token_ptr, used, num_tokens, -1, i_row, num_rows, BLOCK)
-    _fill_tail(kv_slot_ptr, used, num_tokens, -1, i_row, num_rows, BLOCK)
-    _fill_tail(visible_end_ptr, used, num_tokens, 0, i_row, num_rows, BLOCK)
+    fill_tail(input_ids_ptr, used, num_tokens, 0, i_row, num_rows, BLOCK)
+    fill_tail(positions_ptr, used, num_tokens, 0, i_row, num_rows, BLOCK)
+    fill_tail(row_of_token_ptr, used, num_tokens, -1, i_row, num_rows, BLOCK)
+    fill_tail(kv_slot_ptr, used, num_tokens, -1, i_row, num_rows, BLOCK)
+    fill_tail(visible_end_ptr, used, num_tokens, 0, i_row, num_rows, BLOCK)
     for g in tl.static_range(len(WINDOWS)):
         p_start = visible_start_ptr + g * num_tokens
-        _fill_tail(p_start, used, num_tokens, 0, i_row, num_rows, BLOCK)
+        fill_tail(p_start, used, num_tokens, 0, i_row, num_rows, BLOCK)
     used_logits = tl.load(logits_start_ptr + num_rows)
-    _fill_tail(logits_token_ptr, used_logits, num_logits, 0, i_row, num_rows, BLOCK)
-
-
-@triton.jit
-def _items_before(key, count, my_key, row, i_row):
-    """Entries that rows before i_row have in a list sorted by descending key, then by row."""
-    before = (key > my_key) | ((key == my_key) & (row < i_row))
-    return tl.sum(tl.where(before, count, 0), 0)
-
-
-@triton.jit
-def _at(vector, row, i_row):
-    """vector[i_row] of a vector [ROWS] whose elements are non-negative."""
-    return tl.max(tl.where(row == i_row, vector, 0), 0)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
-def _item_kernel(
-    query_len_ptr,
-    row_begin_ptr,
-    row_end_ptr,
-    row_chunk_ptr,
-    row_splits_ptr,
-    decode_items_ptr,
-    decode_count_ptr,
-    prefill_items_ptr,
-    prefill_count_ptr,
-    num_rows,
-    num_blocks,
-    GROUPS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-    PREFILL_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    i_row = tl.program_id(0)
-    row = tl.arange(0, ROWS)
-    m_row = row < num_rows
-    end = tl.load(row_end_ptr + row, mask=m_row, other=0)  # [ROWS]
-
-    for g in tl.static_range(GROUPS):
-        o_row = g * num_rows + row
-        begin = tl.load(row_begin_ptr + o_row, mask=m_row, other=0)
-        chunk = tl.load(row_chunk_ptr + o_row, mask=m_row, other=0)
-        splits = tl.load(row_splits_ptr + o_row, mask=m_row, other=0)
-        work = tl.minimum(tl.maximum(end - begin, 0), chunk)
-        first_item = _items_before(work, splits, _at(work, row, i_row), row, i_row)
-        split = tl.arange(0, SPLITS)
-        m_split = split < _at(splits, row, i_row)
-        p_decode = decode_items_ptr + (g * num_rows * MAX_SPLITS + first_item + split) * 2
-        tl.store(p_decode, tl.zeros([SPLITS], tl.int32) + i_row, mask=m_split)
-        tl.store(p_decode + 1, split, mask=m_split)
-
-    splits = tl.load(row_splits_ptr + row, mask=m_row, other=0)
-    query_len = tl.load(query_len_ptr + row, mask=m_row, other=0)
-    blocks = tl.where(splits > 0, 0, tl.cdiv(query_len, PREFILL_BLOCK))  # decode rows have splits
-    first_item = _items_before(end, blocks, _at(end, row, i_row), row, i_row)
-    my_blocks = _at(blocks, row, i_row)
-    for first in range(0, my_blocks, BLOCK):
-        i = first + tl.arange(0, BLOCK)
-        p_prefill = prefill_items_ptr + (first_item + i) * 2
-        tl.store(p_prefill, tl.zeros([BLOCK], tl.int32) + i_row, mask=i < my_blocks)
-        tl.store(p_prefill + 1, my_blocks - 1 - i, mask=i < my_blocks)  # longest first
-
-    for g in tl.static_range(GROUPS):
-        p_items = decode_items_ptr + g * num_rows * MAX_SPLITS * 2
-        used = tl.load(decode_count_ptr + g)
-        _fill_tail(p_items, used * 2, num_rows * MAX_SPLITS * 2, -1, i_row, num_rows, BLOCK)
-    used = tl.load(prefill_count_ptr)
-    _fill_tail(prefill_items_ptr, used * 2, num_blocks * 2, -1, i_row, num_rows, BLOCK)
+    fill_tail(logits_token_ptr, used_logits, num_logits, 0, i_row, num_rows, BLOCK)
 
 
 def prepare(
@@ -420,7 +343,7 @@ def prepare(
         BLOCK=BLOCK,
         num_warps=4,
     )
-    _item_kernel[(num_rows,)](
+    item_kernel[(num_rows,)](
         query_len,
         row_begin,
         row_end,

@@ -1,4 +1,4 @@
-"""admit, prepare, greedy and commit compiled ahead of time: registers within budget, no spills."""
+"""The kernels of a step but attention, compiled ahead of time: registers in budget, no spills."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from tests.aot import ARCHS, Compiled, Job, compile_all
 INT64 = {"input_ids_ptr", "positions_ptr", "kv_slot_ptr", "logits_token_ptr"}
 SHARD = {"DCP_SIZE": 4, "DCP_RANK": 1, "INTERLEAVE": 16}
 LISTS = {"MAX_SPLITS": 16, "PREFILL_BLOCK": 16, "ROWS": 1024}
+HEADS = {"D": 128, "D_PADDED": 128, "BLOCK": 16}
+ELEMENTS = ("out_ptr", "scaled_ptr", "message_ptr", "merged_ptr")
+FLOATS = ("lse_ptr", "lses_ptr", "packed_lse_ptr", "sinks_ptr")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,18 @@ class Kernel:
         )
 
 
+def partial_kernel(module: str, name: str, registers: int, constants: Mapping[str, int]) -> Kernel:
+    """A kernel over bf16 partial attention, with sinks."""
+    function = getattr(importlib.import_module(f"graphattn.kernels.{module}"), name)
+    types = dict.fromkeys(ELEMENTS, "*bf16") | dict.fromkeys(FLOATS, "*fp32")
+    types = {pointer: types[pointer] for pointer in types if pointer in function.arg_names}
+    return Kernel(module, name, {**HEADS, **constants}, registers, types=types)
+
+
+SHARES = {"HEADS": 64, "SLICES": 8}
+MESSAGE = {"MESSAGE_ROW": 130, "LSE_ROW": 65}
+MERGED = {"SINKS": 64, "RANKS": 8}
+
 KERNELS = {
     "admit": Kernel(
         "admit", "_admit_kernel", {"STOPS": 8, "STOPS_PADDED": 8, "BLOCK": 128}, registers=64
@@ -57,7 +72,10 @@ KERNELS = {
         registers=80,
     ),
     "item": Kernel(
-        "prepare", "_item_kernel", {"GROUPS": 2, "SPLITS": 16, "BLOCK": 512} | LISTS, registers=80
+        "prepare_items",
+        "item_kernel",
+        {"GROUPS": 2, "SPLITS": 16, "BLOCK": 512} | LISTS,
+        registers=80,
     ),
     **{
         f"greedy-{dtype}": Kernel(
@@ -76,6 +94,12 @@ KERNELS = {
         {"MAX_DRAFTS": 8, "PLACES": 16, "STOPS": 8, "STOPS_PADDED": 8},
         registers=64,
         num_warps=1,
+    ),
+    "scale": partial_kernel("scale_partial", "scale_kernel", 48, SHARES | {"RANKS": 8}),
+    "pack": partial_kernel("pack_partial", "pack_kernel", 48, SHARES | MESSAGE),
+    "merge": partial_kernel("merge_packed", "merge_packed_kernel", 96, MERGED | MESSAGE),
+    "merge-32-ranks": partial_kernel(
+        "merge_packed", "merge_packed_kernel", 192, MERGED | MESSAGE | {"RANKS": 32}
     ),
 }
 
@@ -106,3 +130,11 @@ def test_greedy_loads_whole_vectors(
     """16 logits of a thread come in 16-byte loads, but for the masked last block."""
     masked = 16
     assert compiled[f"greedy-{dtype}", arch].instructions["LDG"] == vectors + masked
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_pack_loads_whole_vectors(arch: str, compiled: dict[tuple[str, str], Compiled]) -> None:
+    """16 values of a thread come in two 16-byte loads, and leave, with rows of 260 bytes, in eight
+    4-byte stores; one more of each for the LSE."""
+    instructions = compiled["pack", arch].instructions
+    assert (instructions["LDG"], instructions["STG"]) == (2 + 1, 8 + 1)
