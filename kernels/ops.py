@@ -247,3 +247,64 @@ its dtype = sum over w of out_w * exp(lse_w - total), total = logsumexp of the l
 sink); exactly 0 where every lse is -inf. sinks [Hs] or None: row i belongs to sink
 (first_row + i) % Hs.
 """
+
+count_tokens = _define(
+    "count_tokens",
+    "Tensor admit_generation, Tensor admit_prompt_len, Tensor history, "
+    "Tensor emitted_slot, Tensor emitted_count, Tensor emitted_tokens, Tensor(a!) occurrences",
+)
+"""Keep the occurrences of every token in every slot, for penalties.
+
+occurrences [B, V] int32, by slot: the number of times the token was emitted, plus IN_PROMPT = 2**30
+if it is in the prompt. First the last step's emissions (emitted_slot, emitted_count [B],
+emitted_tokens [B, 1 + K]: its output block) are counted: row r with slot s >= 0 adds 1 for each of
+its first emitted_count[r] tokens. Then each slot with admit_generation >= 0 is set anew from
+history[slot, : admit_prompt_len]. Run before `admit`'s slots are sampled.
+"""
+
+sample = _define(
+    "sample",
+    "Tensor logits, Tensor slot_of_row, Tensor logits_start, Tensor logits_count, "
+    "Tensor seq_len, Tensor draft_tokens, Tensor occurrences, "
+    "Tensor temperature, Tensor top_k, Tensor top_p, Tensor repetition_penalty, "
+    "Tensor presence_penalty, Tensor frequency_penalty, Tensor seed, "
+    "Tensor(a!) sampled, Tensor(b!) logprob",
+)
+"""Draw one token for each logits place of the rows; greedy where temperature is 0.
+
+logits [L, V] (fp32, bf16, fp16; rows may be strided). By slot: temperature, top_p and the penalties
+[B] fp32, top_k [B] int32 (0 = off), seed [B, 2] int32 (low and high word). Place i < logits_count[r]
+of row r with slot s, at logits_start[r] + i, draws the token at position p = seq_len[s] + i:
+
+    c  = emitted count of the token + its number among draft_tokens[s, : i]
+    x  = logit; if c > 0 or the token is in the prompt: x / repetition if x > 0 else x * repetition
+    x -= frequency * c + presence * (c > 0)
+    temperature 0: sampled = argmax x, the lowest id on ties. Else
+    x /= temperature
+    top_k > 0: keep tokens with x >= the k-th largest x (ties at the threshold stay)
+    top_p < 1: of softmax over what is kept, keep tokens with probability >= t, the largest t for
+               which the kept mass is >= top_p (ties stay; the most probable token always stays)
+    sampled = argmax over kept of x + g, g = -log(-log(u)), the lowest id on ties
+    u = (word + 0.5) / 2**32 (fp32, clamped below 1), word = Philox4x32-10 with key (seed low,
+        seed high) and counter (token // 4, p, 0, 0), output number token % 4
+
+so a draw depends on nothing but the request's own seed, position and distribution. logprob [L] fp32
+= log softmax of the unmodified logits at the sampled token. A place whose logits hold a NaN or
+nothing above -inf has sampled -1 and logprob NaN; places of no row have sampled 0 and logprob 0.
+Greedy rows skip the work of sampling.
+"""
+
+ngram_draft = _define(
+    "ngram_draft",
+    "Tensor history, Tensor seq_len, Tensor context_len, Tensor stop_len, Tensor finish, "
+    "Tensor(a!) draft_tokens, Tensor(b!) draft_count, int min_match, int max_match",
+)
+"""Prompt lookup: draft what followed the latest earlier occurrence of the last tokens.
+
+By slot, for the K = draft_tokens.shape[1] places: a slot with finish == 0 and context_len ==
+seq_len - 1 (it decodes) looks, for n = max_match down to min_match (n < seq_len), for the largest
+start j < seq_len - n with history[j : j + n] == history[seq_len - n : seq_len]. At the first n with
+a match, draft_count = min(K, seq_len - (j + n), stop_len - seq_len - 1, max_seq_len - seq_len)
+clamped at 0 and draft_tokens[: draft_count] = history[j + n : j + n + draft_count]. Every other
+slot has draft_count 0. draft_tokens past the count are left as they are.
+"""
