@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 NAMESPACE = "graphattn"
+IN_PROMPT = 2**30  # in `occurrences`: the token is in the prompt
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -272,23 +273,29 @@ sample = _define(
 )
 """Draw one token for each logits place of the rows; greedy where temperature is 0.
 
-logits [L, V] (fp32, bf16, fp16; rows may be strided). By slot: temperature, top_p and the penalties
-[B] fp32, top_k [B] int32 (0 = off), seed [B, 2] int32 (low and high word). Place i < logits_count[r]
-of row r with slot s, at logits_start[r] + i, draws the token at position p = seq_len[s] + i:
+logits [L, V] (fp32, bf16, fp16; rows may be strided). By slot: temperature, top_p and penalties
+[B] fp32, top_k [B] int32 (0 = off), seed [B, 2] int32 (low and high word). Place
+i < logits_count[r] of row r with slot s, at logits_start[r] + i, draws the token at position
+p = seq_len[s] + i:
 
     c  = emitted count of the token + its number among draft_tokens[s, : i]
     x  = logit; if c > 0 or the token is in the prompt: x / repetition if x > 0 else x * repetition
     x -= frequency * c + presence * (c > 0)
     temperature 0: sampled = argmax x, the lowest id on ties. Else
-    x /= temperature
+    x = (x - max x) / temperature; 0 where x is the largest, so also if that is infinite
     top_k > 0: keep tokens with x >= the k-th largest x (ties at the threshold stay)
     top_p < 1: of softmax over what is kept, keep tokens with probability >= t, the largest t for
                which the kept mass is >= top_p (ties stay; the most probable token always stays)
-    sampled = argmax over kept of x + g, g = -log(-log(u)), the lowest id on ties
-    u = (word + 0.5) / 2**32 (fp32, clamped below 1), word = Philox4x32-10 with key (seed low,
-        seed high) and counter (token // 4, p, 0, 0), output number token % 4
+    sampled = argmax over kept of x + g, g = -log(-log(1 - w)), the lowest id on ties
+    w = (word + 0.5) / 2**32, at most 1 - 2**-24; word = Philox4x32-10 with key (seed low, seed
+        high) and counter (token // 4, p, 0, 0), output number token % 4
 
-so a draw depends on nothing but the request's own seed, position and distribution. logprob [L] fp32
+All of it in fp32, rounded after each operation; w is the word rounded to fp32, plus 0.5, times
+2**-32, and log(1 - w) is precise for small w (log1p): the largest noise decides, and a w near 1
+would have it in steps of 2**-24. The order of tokens in x, penalties included, is thus the same
+everywhere; a sum over the vocabulary and g are not, to the last bit.
+
+So a draw depends on nothing but the request's own seed, position and distribution. logprob [L] fp32
 = log softmax of the unmodified logits at the sampled token. A place whose logits hold a NaN or
 nothing above -inf has sampled -1 and logprob NaN; places of no row have sampled 0 and logprob 0.
 Greedy rows skip the work of sampling.

@@ -1,0 +1,30 @@
+"""Occurrences of every token on the CPU: see `ops.count_tokens`."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from .ops import IN_PROMPT
+
+
+def count_tokens(
+    admit_generation: Tensor,
+    admit_prompt_len: Tensor,
+    history: Tensor,
+    emitted_slot: Tensor,
+    emitted_count: Tensor,
+    emitted_tokens: Tensor,
+    occurrences: Tensor,
+) -> None:
+    """Count the last step's emissions, then set every admitted slot from its prompt."""
+    counts = occurrences.numpy()
+    row_slot = emitted_slot.numpy()
+    emitted = np.arange(emitted_tokens.shape[1]) < emitted_count.numpy()[:, None]  # [B, 1+K]
+    row, place = np.nonzero(emitted & (row_slot[:, None] >= 0))
+    # `at`: a row may emit one token several times.
+    np.add.at(counts, (row_slot[row], emitted_tokens.numpy()[row, place]), 1)
+
+    for slot in np.flatnonzero(admit_generation.numpy() >= 0):
+        counts[slot] = 0
+        counts[slot, history.numpy()[slot, : admit_prompt_len.numpy()[slot]]] = IN_PROMPT
