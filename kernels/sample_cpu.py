@@ -67,17 +67,17 @@ def sample(
         if heat[i] > 0:
             x = _scale(x, heat[i])
             kept = _keep(x, int(top_k[s]), float(top_p[s]))
-            words = token_words(kept, int(seq_len[s]) + int(number[i]), seed[s].tolist())
+            words = token_words(kept, len(x), int(seq_len[s]) + int(number[i]), seed[s].tolist())
             token[place[i]] = kept[(x[kept] + gumbel(words)).argmax()]
         else:
             token[place[i]] = x.argmax()
 
-    chosen = values.gather(1, torch.from_numpy(token)[:, None])[:, 0]
-    log_softmax = chosen - values.logsumexp(1)
+    # Twice as fast as `logsumexp` on the CPU.
+    chosen = values.log_softmax(1).gather(1, torch.from_numpy(token)[:, None])[:, 0]
     sampled.zero_()
     sampled.numpy()[place] = np.where(valid, token, -1)[place]
     logprob.zero_()
-    logprob.numpy()[place] = np.where(valid, log_softmax.numpy(), np.nan)[place]
+    logprob.numpy()[place] = np.where(valid, chosen.numpy(), np.nan)[place]
 
 
 def _penalise(
@@ -127,22 +127,23 @@ def gumbel(words: NDArray[np.uint32]) -> Floats:
     return torch.from_numpy(w).neg_().log1p_().neg_().log_().neg_().numpy()
 
 
-def token_words(token: Tokens, position: int, seed: list[int]) -> Words:
-    """The random word of each of some ascending tokens at one position."""
-    counter = token >> 2
-    first = np.diff(counter, prepend=-1) > 0  # one call serves all four tokens of a counter
-    words = philox(counter[first], position, seed[0] & 0xFFFFFFFF, seed[1] & 0xFFFFFFFF)
-    return words[token & 3, np.cumsum(first) - 1]
+def token_words(token: Tokens, vocab: int, position: int, seed: list[int]) -> Words:
+    """The random word of each of some tokens at one position."""
+    few = 4 * len(token) < vocab
+    counter = token >> 2 if few else np.arange((vocab + 3) >> 2)
+    words = philox(counter, position, *seed).reshape(-1)
+    return words[4 * np.arange(len(token)) + (token & 3) if few else token]
 
 
 def philox(counter: Tokens, position: int, key_low: int, key_high: int) -> Words:
-    """Words [4, n] of Philox4x32-10 at the counters (counter[n], position, 0, 0)."""
+    """Words [n, 4] of Philox4x32-10 at the counters (counter[n], position, 0, 0)."""
     low_word, half = np.uint64(0xFFFFFFFF), np.uint64(32)
-    c0, c1, c2, c3 = counter.astype(np.uint64), np.uint64(position), np.uint64(0), np.uint64(0)
+    zero: NDArray[np.uint64] = np.zeros(1, np.uint64)
+    c0, c1, c2, c3 = counter.astype(np.uint64), zero + np.uint64(position), zero, zero
     for i in range(10):
         product0, product2 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
         key0 = np.uint64((key_low + i * 0x9E3779B9) & 0xFFFFFFFF)
         key1 = np.uint64((key_high + i * 0xBB67AE85) & 0xFFFFFFFF)
         c0, c1 = (product2 >> half) ^ c1 ^ key0, product2 & low_word
         c2, c3 = (product0 >> half) ^ c3 ^ key1, product0 & low_word
-    return np.stack((c0, c1, c2, c3)).astype(np.uint32)
+    return np.stack((c0, c1, c2, c3), axis=1).astype(np.uint32)
