@@ -95,6 +95,13 @@ KERNELS = {
         registers=64,
         num_warps=1,
     ),
+    "ngram-draft": Kernel(
+        "ngram_draft",
+        "_ngram_draft_kernel",
+        {"MAX_MATCH": 4, "MAX_DRAFTS": 8, "PLACES": 8, "BLOCK": 4096},
+        registers=80,
+        num_warps=8,
+    ),
     "scale": partial_kernel("scale_partial", "scale_kernel", 48, SHARES | {"RANKS": 8}),
     "pack": partial_kernel("pack_partial", "pack_kernel", 48, SHARES | MESSAGE),
     "merge": partial_kernel("merge_packed", "merge_packed_kernel", 96, MERGED | MESSAGE),
