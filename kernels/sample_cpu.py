@@ -99,10 +99,11 @@ def _penalise(
 
 
 def _scale(x: Floats, temperature: np.float32) -> Floats:
-    """(x - max x) / temperature: 0 for the largest, whatever overflows."""
+    """(x - max x) * (1 / temperature): 0 for the largest, whatever overflows."""
     largest = x.max()
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.where(x == largest, np.float32(0), (x - largest) / temperature)
+        inverse = np.float32(1) / temperature
+        return np.where(x == largest, np.float32(0), (x - largest) * inverse)
 
 
 def _keep(x: Floats, top_k: int, top_p: float) -> Tokens:
