@@ -185,9 +185,9 @@ def test_an_occurrence_may_overlap_the_tail(run: Run) -> None:
 @each_implementation
 def test_a_tail_longer_than_the_history_is_not_looked_for(run: Run) -> None:
     """Reading before the slot's history met the end of its neighbour's, here equal to the tail."""
-    slots = [Slot([4] * 5), Slot([4, 4]), Slot([4] * 5)]
-    assert run(Case(slots, 5, min_match=1, max_match=6)).lists() == [[], [4], []]
-    assert run(Case(slots, 5, min_match=2, max_match=6)).lists() == [[], [], []]
+    slots = [Slot([4] * 5), Slot([4, 4]), Slot([4, 4, 4, 4, 5]), Slot([4, 5, 4])]
+    assert run(Case(slots, 5, min_match=1, max_match=6)).lists() == [[], [4], [], [5]]
+    assert run(Case(slots, 5, min_match=2, max_match=6)).lists() == [[], [], [], []]
 
 
 @each_implementation
@@ -228,6 +228,13 @@ def test_matches_in_and_across_blocks(run: Run, end: int) -> None:
     seq[-5] = 9
     seq[end - 3 : end] = [7, 8, 9]
     assert run(Case([Slot(seq)], length + 5)).lists() == [seq[end : end + 3]]
+
+
+@each_implementation
+def test_of_equal_matches_in_two_blocks_the_later_is_followed(run: Run) -> None:
+    seq = list(range(100, 110 + 2 * BLOCK))
+    seq[7] = seq[BLOCK + 7] = seq[-1] = 9
+    assert run(Case([Slot(seq)], len(seq) + 5)).lists() == [seq[BLOCK + 8 : BLOCK + 11]]
 
 
 @each_implementation
