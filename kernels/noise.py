@@ -28,5 +28,6 @@ def gumbel(word):
     w = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     # log1p(-w) = log(u) * w / (1 - u) for the rounded u = 1 - w: the errors of both factors cancel.
     u = 1.0 - w
-    exponential = tl.where(u == 1.0, w, -tl.log(u) * (w / (1.0 - u)))
+    lost = u == 1.0
+    exponential = tl.where(lost, w, -tl.log(u) * (w / tl.where(lost, 1.0, 1.0 - u)))
     return -tl.log(exponential)

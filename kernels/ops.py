@@ -37,6 +37,7 @@ import torch
 
 NAMESPACE = "graphattn"
 IN_PROMPT = 2**30  # in `occurrences`: the token is in the prompt
+COLDEST = 2.0**-64  # temperatures from here to 0 are this one: its reciprocal is finite
 
 _library = torch.library.Library(NAMESPACE, "DEF")
 
@@ -282,7 +283,7 @@ p = seq_len[s] + i:
     x  = logit; if c > 0 or the token is in the prompt: x / repetition if x > 0 else x * repetition
     x -= frequency * c + presence * (c > 0)
     temperature 0: sampled = argmax x, the lowest id on ties. Else
-    x = (x - max x) * (1 / temperature); 0 where x is the largest, also if that is infinite
+    x = (x - max x) * (1 / max(temperature, COLDEST)); 0 at the largest, also if it is infinite
     top_k > 0: keep tokens with x >= the k-th largest x (ties at the threshold stay)
     top_p < 1: of softmax over what is kept, keep tokens with probability >= t, the largest t for
                which the kept mass is >= top_p (ties stay; the most probable token always stays)

@@ -23,26 +23,20 @@ from torch import Tensor
 
 from .layout import check_contiguous
 from .noise import gumbel, token_words
-from .ops import IN_PROMPT
+from .ops import COLDEST, IN_PROMPT
 from .strides import stride_unit
 
 BLOCK = 4096  # logits of one iteration
 
 
 @triton.jit
-def _logits(row, first, BLOCK: tl.constexpr):
-    """Token ids [BLOCK], whether they exist, and their logits, -inf past the vocabulary."""
-    p_logits, vocab = row[0], row[1]
+def _penalised(row, penalties, first, IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits [BLOCK], -inf past the vocabulary, and their values after the row's penalties."""
+    p_logits, vocab = row
+    active, p_occurrences, p_drafts, drafts, repetition, presence, frequency = penalties
     token = first + tl.arange(0, BLOCK)
     exists = token < vocab
-    logit = tl.load(p_logits + token, mask=exists, other=float("-inf"))
-    return token, exists, logit.to(tl.float32)
-
-
-@triton.jit
-def _penalised(row, penalties, token, exists, logit, IN_PROMPT: tl.constexpr):
-    """Logits [BLOCK] after the penalties of the row."""
-    active, p_occurrences, p_drafts, drafts, repetition, presence, frequency = penalties
+    logit = tl.load(p_logits + token, mask=exists, other=float("-inf")).to(tl.float32)
     x = logit
     if active:
         occurrence = tl.load(p_occurrences + token, mask=exists, other=0)
@@ -52,23 +46,21 @@ def _penalised(row, penalties, token, exists, logit, IN_PROMPT: tl.constexpr):
         repeated = tl.where(x > 0, tl.div_rn(x, repetition), x * repetition)
         x = tl.where((occurrence >= IN_PROMPT) | (emitted > 0), repeated, x)
         x -= frequency * emitted.to(tl.float32) + tl.where(emitted > 0, presence, 0.0)
-    return x
+    return logit, x
 
 
 @triton.jit
 def _distance(row, penalties, scale, first, IN_PROMPT: tl.constexpr, BLOCK: tl.constexpr):
-    """(max x - x) * (1 / temperature) of a block, 0 at the largest, inf past the vocabulary."""
+    """(max x - x) * (1 / temperature) of a block, 0 at the largest, inf past the vocabulary; and
+    its bits, integers in the same order.
+    """
     largest, inverse = scale
-    token, exists, logit = _logits(row, first, BLOCK)
-    x = _penalised(row, penalties, token, exists, logit, IN_PROMPT)
-    distance = tl.where(x == largest, 0.0, (largest - x) * inverse)
-    return tl.where(exists, distance, float("inf"))
-
-
-@triton.jit
-def _bits(distance):
-    """Integers in the order of distances, which are not negative."""
-    return distance.to(tl.int32, bitcast=True)
+    x = _penalised(row, penalties, first, IN_PROMPT, BLOCK)[1]
+    tie = x == largest
+    distance = (tl.where(tie, 0.0, largest) - tl.where(tie, 0.0, x)) * inverse  # no inf - inf
+    exists = first + tl.arange(0, BLOCK) < row[1]
+    distance = tl.where(exists, distance, float("inf"))
+    return distance, distance.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -82,17 +74,16 @@ def _threshold(
     IN_PROMPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Least bits b <= high with at least `target` tokens, or mass, at distances up to b."""
+    """Bits <= high with at least `target` tokens, or mass, up to them, and fewer tokens below."""
     low = -1
     while high - low > 1:
         width = high - low
         pivot1, pivot2, pivot3 = low + width // 4, low + width // 2, high - width // 4
-        sum1 = tl.zeros([BLOCK], tl.float32)
-        sum2 = tl.zeros([BLOCK], tl.float32)
-        sum3 = tl.zeros([BLOCK], tl.float32)
+        sum1 = tl.full([BLOCK], 0.0, tl.float32)
+        sum2 = sum1
+        sum3 = sum1
         for first in range(0, row[1], BLOCK):
-            distance = _distance(row, penalties, scale, first, IN_PROMPT, BLOCK)
-            bits = _bits(distance)
+            distance, bits = _distance(row, penalties, scale, first, IN_PROMPT, BLOCK)
             weight = tl.exp(-distance) if BY_MASS else 1.0
             sum1 += tl.where(bits <= pivot1, weight, 0.0)
             sum2 += tl.where(bits <= pivot2, weight, 0.0)
@@ -105,6 +96,9 @@ def _threshold(
         high = tl.where(measure3 >= target, pivot3, high)
         high = tl.where(measure2 >= target, pivot2, high)
         high = tl.where(measure1 >= target, pivot1, high)
+        if not BY_MASS:  # exactly the wanted number: no token lies between this and the threshold
+            exact = (measure1 == target) | (measure2 == target) | (measure3 == target)
+            low = tl.where(exact, high - 1, low)
     return high
 
 
@@ -113,8 +107,8 @@ def _mass(row, penalties, scale, high, IN_PROMPT: tl.constexpr, BLOCK: tl.conste
     """Sum of exp(-distance) over the tokens with bits up to `high`."""
     mass = tl.zeros([BLOCK], tl.float32)
     for first in range(0, row[1], BLOCK):
-        distance = _distance(row, penalties, scale, first, IN_PROMPT, BLOCK)
-        mass += tl.where(_bits(distance) <= high, tl.exp(-distance), 0.0)
+        distance, bits = _distance(row, penalties, scale, first, IN_PROMPT, BLOCK)
+        mass += tl.where(bits <= high, tl.exp(-distance), 0.0)
     return tl.sum(mass, 0)
 
 
@@ -134,8 +128,8 @@ def _draw(
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_id = tl.zeros([BLOCK], tl.int32)
     for first in range(0, row[1], BLOCK):
-        distance = _distance(row, penalties, scale, first, IN_PROMPT, BLOCK)
-        kept = _bits(distance) <= high
+        distance, bits = _distance(row, penalties, scale, first, IN_PROMPT, BLOCK)
+        kept = bits <= high
         if tl.max(kept.to(tl.int32), 0) > 0:  # after top-k most blocks hold none
             words = token_words(first, position, seed_low, seed_high, BLOCK)
             score = tl.where(kept, gumbel(words) - distance, float("-inf"))
@@ -169,6 +163,7 @@ def _sample_kernel(
     draft_stride,
     UNIT: tl.constexpr,
     IN_PROMPT: tl.constexpr,
+    COLDEST: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -203,13 +198,12 @@ def _sample_kernel(
     best_id = tl.zeros([BLOCK], tl.int32)
     nan = tl.zeros([BLOCK], tl.int32)
     for first in range(0, vocab, BLOCK):
-        token, exists, logit = _logits(row, first, BLOCK)
+        logit, x = _penalised(row, penalties, first, IN_PROMPT, BLOCK)
         nan |= (logit != logit).to(tl.int32)
         largest_logit = tl.maximum(largest_logit, logit)
-        x = _penalised(row, penalties, token, exists, logit, IN_PROMPT)
         better = x > best  # ties keep the lower id
         best = tl.where(better, x, best)
-        best_id = tl.where(better, token, best_id)
+        best_id = tl.where(better, first + tl.arange(0, BLOCK), best_id)
     shift = tl.max(largest_logit, 0)
     largest = tl.max(best, 0)
     chosen = tl.min(tl.where(best == largest, best_id, vocab), 0)
@@ -218,14 +212,16 @@ def _sample_kernel(
         tl.store(logprob_ptr + place, float("nan"))
         return
 
+    shift = tl.where(shift == float("inf"), float("nan"), shift)  # as its log-probability is
     total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, vocab, BLOCK):
-        token, exists, logit = _logits(row, first, BLOCK)
-        total += tl.exp(logit - shift)
+        token = first + tl.arange(0, BLOCK)
+        logit = tl.load(row[0] + token, mask=token < vocab, other=float("-inf"))
+        total += tl.exp(logit.to(tl.float32) - shift)
 
     temperature = tl.load(temperature_ptr + slot)
     if temperature > 0:
-        scale = (largest, tl.div_rn(1.0, temperature))
+        scale = (largest, tl.div_rn(1.0, tl.maximum(temperature, COLDEST)))
         high = 0x7F800000  # the bits of inf: every token
         top_k = tl.load(top_k_ptr + slot)
         if (top_k > 0) & (top_k < vocab):
@@ -319,8 +315,9 @@ def sample(
         draft_tokens.shape[1],
         UNIT=unit,
         IN_PROMPT=IN_PROMPT,
+        COLDEST=COLDEST,
         ROWS=triton.next_power_of_2(slots),
         BLOCK=BLOCK,
-        num_warps=8,
+        num_warps=16,  # few places: the more threads for each, the better
         enable_fp_fusion=False,  # the contract rounds x after every operation
     )

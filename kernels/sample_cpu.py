@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from .ops import IN_PROMPT
+from .ops import COLDEST, IN_PROMPT
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]
@@ -92,17 +92,18 @@ def _penalise(
     token = np.union1d(np.flatnonzero(occurrences), drafts)
     emitted = (occurrences[token] % IN_PROMPT + (token[:, None] == drafts).sum(1)).astype("f4")
     x = logits[token]
-    x = np.where(x > 0, x / repetition, x * repetition)
     penalised = logits.copy()
-    penalised[token] = x - (frequency * emitted + presence * (emitted > 0))
+    with np.errstate(over="ignore"):
+        x = np.where(x > 0, x / repetition, x * repetition)
+        penalised[token] = x - (frequency * emitted + presence * (emitted > 0))
     return penalised
 
 
 def _scale(x: Floats, temperature: np.float32) -> Floats:
-    """(x - max x) * (1 / temperature): 0 for the largest, whatever overflows."""
+    """(x - max x) * (1 / temperature), 0 for the largest."""
     largest = x.max()
+    inverse = np.float32(1) / np.maximum(temperature, np.float32(COLDEST))
     with np.errstate(invalid="ignore", over="ignore"):
-        inverse = np.float32(1) / temperature
         return np.where(x == largest, np.float32(0), (x - largest) * inverse)
 
 

@@ -92,7 +92,7 @@ def penalised_ref(
 def scaled_ref(x: list[float], temperature: Tensor) -> list[float]:
     """(x - max x) * (1 / temperature), 0 for every largest."""
     largest = max(x)
-    inverse = 1 / temperature  # an fp32 scalar
+    inverse = 1 / torch.clamp(temperature, min=2.0**-64)  # an fp32 scalar
     difference = torch.tensor(x, dtype=torch.float32) - largest
     scaled = (difference * inverse).tolist()
     return [0.0 if value == largest else s for value, s in zip(x, scaled, strict=True)]
