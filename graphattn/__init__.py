@@ -4,6 +4,7 @@ from graphattn._capture.errors import CaptureError
 from graphattn.capturing import capture
 from graphattn.config import Bucket
 from graphattn.dcp import DCP
+from graphattn.draft import DraftModel, NGram
 from graphattn.engine import Engine
 from graphattn.errors import (
     ConfigError,
@@ -27,12 +28,14 @@ __all__ = [
     "CaptureError",
     "Completion",
     "ConfigError",
+    "DraftModel",
     "Engine",
     "EngineClosedError",
     "EngineReport",
     "Event",
     "FinishReason",
     "GraphAttnError",
+    "NGram",
     "QueueFullError",
     "Request",
     "RequestError",

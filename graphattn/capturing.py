@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from graphattn.dcp import DCP
+from graphattn.draft import Speculation
 from graphattn.engine import Engine
 from graphattn.errors import wrong
 from graphattn.models import adapt
@@ -25,6 +26,7 @@ def capture(
     buckets: Sequence[int] | None = None,
     backend: str = "auto",
     dcp: DCP | None = None,
+    speculate: Speculation | None = None,
     run_ahead: int = 2,
     max_queue: int = 4096,
     prepack: bool = True,
@@ -49,6 +51,7 @@ def capture(
             `max_batch`. Default: powers of two.
         backend: "cuda", "host" (record and replay on a CPU), "eager" (no graph), or "auto".
         dcp: shard the KV cache of every request over a group of ranks.
+        speculate: `NGram(k)` or `DraftModel(model, k)`: draft tokens, verified in the next step.
         run_ahead: steps that may be launched before their results are read, 1 to 4.
         max_queue: requests that may wait for a slot.
         prepack: host backend, float32: pack the weights of linears for the CPU. Costs a second
@@ -73,6 +76,7 @@ def capture(
             buckets=buckets,
             backend=backend,
             dcp=dcp,
+            speculate=speculate,
             run_ahead=run_ahead,
             max_queue=max_queue,
             prepack=prepack,

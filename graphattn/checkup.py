@@ -10,12 +10,14 @@ from torch import Tensor
 
 from graphattn._capture.graph import Graph
 from graphattn._capture.verify import VerifyReport, verify
-from graphattn.config import Bucket, EngineConfig
+from graphattn.config import Bucket
+from graphattn.draft import Drafter
 from graphattn.inputs import InputRing, PromptRing, StepInputs
+from graphattn.memory import StepMemory
 from graphattn.request import SamplingParams, new_request
 from graphattn.ring import OutputRing
 from graphattn.scheduler import Scheduler
-from graphattn.step import StepMemory
+from graphattn.sizing import EngineConfig
 from graphattn.stream import Stream
 
 HUGE_ID = 2**30  # out of bounds wherever it is taken for an index
@@ -33,6 +35,7 @@ class Checkup:
         self,
         config: EngineConfig,
         memory: StepMemory,
+        drafter: Drafter | None,
         programs: Mapping[Bucket, Callable[[], None]],
         graphs: Mapping[Bucket, Graph],
         stream: Stream,
@@ -51,16 +54,17 @@ class Checkup:
         )
         self._entries = {  # what a run leaves in the pages at the places of its tokens
             name: torch.zeros(bounds.max_tokens, pool.shape[1], pool.shape[3]).to(pool)
-            for name, pool in memory.pools().items()
+            for name, pool in memory.target.pools().items()
         }
         self._places: list[Tensor] = []  # KV slots that the eager run wrote, by shard
         self._watched: dict[str, Tensor] = {}
         self._choose(config.buckets.decode[0])
-        self._spoiled = list(memory.scratch().values())
+        drafter_scratch = {} if drafter is None else drafter.scratch()
+        self._spoiled = [*memory.scratch().values(), *drafter_scratch.values()]
 
     def run(self, steps: int) -> VerifyReport:
         """Verify `steps` steps. The slot state is as before afterwards; page contents are not."""
-        state = self._memory.state.tensors()
+        state = self._memory.lasting()
         before = {name: tensor.clone() for name, tensor in state.items()}
         try:
             return verify(
@@ -93,10 +97,12 @@ class Checkup:
         """The bucket of the next step, and what that step promises to write."""
         memory, bounds = self._memory, self._config.bounds
         self._bucket = bucket
-        self._watched |= {f"state.{n}": t for n, t in memory.state.tensors().items()}
-        for rank, step in enumerate(memory.narrow(bucket.tokens)):
+        self._watched |= memory.lasting()
+        for rank, step in enumerate(memory.target.narrow(bucket.tokens)):
             self._watched |= {f"step.{n}@{rank}": t for n, t in step.tensors().items()}
-        self._watched["sampled"] = memory.sampled[: bounds.logits_places(bucket.tokens)]
+        places = bounds.logits_places(bucket.tokens)
+        self._watched["sampled"] = memory.sampler.sampled[:places]
+        self._watched["logprob"] = memory.sampler.logprob[:places]
         self._watched["output"] = memory.output.block
         self._watched |= self._entries
 
@@ -113,12 +119,19 @@ class Checkup:
         bounds, rng = self._config.bounds, self._random
         longest = max(1, min(bounds.max_seq_len - 1, 2 * bounds.max_tokens))
         prompt = [rng.randrange(bounds.vocab_size) for _ in range(rng.randint(1, longest))]
-        params = SamplingParams(max_new_tokens=rng.randint(1, 8))
+        params = SamplingParams(
+            max_new_tokens=rng.randint(1, 8),
+            temperature=rng.choice([0.0, 0.7]),
+            top_k=rng.choice([0, 20]),
+            top_p=rng.choice([1.0, 0.9]),
+            repetition_penalty=rng.choice([1.0, 1.1]),
+            seed=step,
+        )
         self._scheduler.submit(new_request(step, prompt, params, bounds, ()))
 
     def _eager(self) -> None:
         self._run(self._programs[self._bucket])
-        self._places = [s.kv_slot.clone() for s in self._memory.narrow(self._bucket.tokens)]
+        self._places = [s.kv_slot.clone() for s in self._memory.target.narrow(self._bucket.tokens)]
         self._gather()
 
     def _replay(self) -> None:
@@ -143,7 +156,7 @@ class Checkup:
     def _written_entries(self) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """Each pool, with page and offset of the entries that the eager run wrote."""
         entries = {}
-        for shard, kv_slot in zip(self._memory.shards, self._places, strict=True):
+        for shard, kv_slot in zip(self._memory.target.shards, self._places, strict=True):
             places = kv_slot[kv_slot >= 0]
             page, offset = places // shard.bounds.page_size, places % shard.bounds.page_size
             for name, pool in shard.pools.tensors().items():

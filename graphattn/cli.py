@@ -13,10 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphattn.errors import GraphAttnError
+from graphattn.errors import GraphAttnError, wrong
 
 if TYPE_CHECKING:
     import torch
+
+    from graphattn.draft import Speculation
+    from graphattn.report import Stats
+    from graphattn.request import SamplingParams
+    from graphattn.text import Loaded
 
 LINE_WIDTH = 88
 
@@ -61,6 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--interleave", type=_positive, default=1, metavar="I")
     generate.add_argument("--reduce", choices=("ag_rs", "a2a"), default="ag_rs")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    generate.add_argument("--top-k", type=int, default=0, metavar="K")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P")
+    generate.add_argument("--seed", type=int, help="of the first prompt; the next ones count on")
+    generate.add_argument(
+        "--speculate", metavar="HOW", help="ngram:K or draft:MODEL_FOLDER:K; changes no token"
+    )
 
     demo = commands.add_parser(
         "demo", help="a real model answered, checked and timed in one run", allow_abbrev=False
@@ -109,14 +121,59 @@ def _generate(arguments: argparse.Namespace) -> int:
             max_seq_len=arguments.max_seq_len,
             backend=arguments.backend,
             dcp=dcp,
+            speculate=_speculation(arguments.speculate, loaded),
             progress=True,
         ) as engine,
     ):
         if engine.leads:
-            run_engine(engine, prompts, arguments.max_new_tokens, on_tokens=on_tokens)
+            run_engine(engine, prompts, _params(arguments, len(prompts)), on_tokens=on_tokens)
+            if arguments.speculate is not None:
+                _write(_acceptance(engine.stats()))
         else:
             engine.follow()
     return 0
+
+
+def _params(arguments: argparse.Namespace, count: int) -> list[SamplingParams]:
+    from graphattn.request import SamplingParams
+
+    return [
+        SamplingParams(
+            max_new_tokens=arguments.max_new_tokens,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            seed=None if arguments.seed is None else arguments.seed + i,
+        )
+        for i in range(count)
+    ]
+
+
+def _speculation(text: str | None, loaded: Loaded) -> Speculation | None:
+    """`ngram:K` or `draft:FOLDER:K`, the draft model on the device of the target."""
+    from graphattn.draft import DraftModel, NGram
+    from graphattn.text import load
+
+    if text is None:
+        return None
+    kind, _, rest = text.partition(":")
+    folder, _, count = rest.rpartition(":")
+    if kind == "ngram" and not folder and count.isdecimal():
+        return NGram(int(count))
+    if kind == "draft" and folder and count.isdecimal():
+        return DraftModel(load(Path(folder), loaded.model.device).model, int(count))
+    raise wrong("speculate", "ngram:K or draft:MODEL_FOLDER:K", text, "For example ngram:3.")
+
+
+def _acceptance(stats: Stats) -> str:
+    places = ", ".join(
+        f"{accepted}/{drafted}"
+        for accepted, drafted in zip(stats.accepted_by_place, stats.drafted_by_place, strict=True)
+    )
+    return (
+        f"{stats.tokens_emitted} tokens in {stats.steps} steps; drafts accepted "
+        f"{stats.tokens_accepted} of {stats.tokens_drafted} (by place: {places})"
+    )
 
 
 def _device(backend: str) -> torch.device:

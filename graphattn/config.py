@@ -1,4 +1,4 @@
-"""What a capture was asked for, checked once and resolved to frozen values."""
+"""Buckets and backends: what a capture was asked for, checked once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Literal
 import torch
 
 from graphattn.bounds import Bounds
-from graphattn.dcp import DCP
 from graphattn.errors import wrong
 
 Backend = Literal["cuda", "host", "eager"]
@@ -85,22 +84,6 @@ def resolve_buckets(bounds: Bounds, sizes: Sequence[int] | None) -> BucketSet:
         )
     decode = tuple(Bucket(n * bounds.decode_query_len, mixed=False) for n in rows)
     return BucketSet(decode, mixed_buckets(bounds))
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Everything that is fixed for the life of an engine."""
-
-    bounds: Bounds
-    buckets: BucketSet
-    backend: Backend
-    device: torch.device
-    kv_dtype: torch.dtype
-    run_ahead: int  # steps that may be launched and unread
-    max_queue: int  # requests that may wait for a slot
-    dcp: DCP | None  # the KV cache is sharded over its group
-    prepack: bool  # host backend: pack the weights of constant linears
-    notes: tuple[str, ...] = ()  # what was reduced or chosen on the caller's behalf
 
 
 def resolve_backend(backend: str, device: torch.device) -> Backend:

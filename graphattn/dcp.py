@@ -221,14 +221,15 @@ class ContextParallel:
 
     def __init__(
         self,
-        dcp: DCP,
+        group: Group,
+        reduce: Reduce,
         layers: Sequence[AttentionLayer],
         max_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.group: Group = dcp.open()
-        kind = GatherAndReduce if dcp.reduce == "ag_rs" else ExchangeAndMerge
+        self.group = group
+        kind = GatherAndReduce if reduce == "ag_rs" else ExchangeAndMerge
         self.combine: Combine = kind(self.group, layers, max_tokens, dtype, device)
         self.gather = HeadGather(self.group, layers, max_tokens, dtype, device)
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
+
+from torch import Tensor
 
 from graphattn._capture import nvtx_ranges
 from graphattn._capture.family import capture_family
 from graphattn._capture.graph import Graph
 from graphattn.checkup import Checkup
-from graphattn.config import Bucket, EngineConfig
+from graphattn.config import Bucket
 from graphattn.errors import EngineClosedError, StepError, wrong
 from graphattn.inputs import InputRing, PromptRing, StepInputs
 from graphattn.lockstep import Message, open_lockstep
@@ -28,6 +30,7 @@ from graphattn.request import (
     Event,
     FinishReason,
     Request,
+    SamplingFields,
     SamplingParams,
     completion,
     merge_params,
@@ -35,7 +38,8 @@ from graphattn.request import (
 )
 from graphattn.ring import OutputRing
 from graphattn.scheduler import Scheduler
-from graphattn.step import StepMemory, step_program
+from graphattn.sizing import EngineConfig, open_memory
+from graphattn.step import step_program
 from graphattn.stream import CudaStream, Stream
 
 if TYPE_CHECKING:
@@ -57,11 +61,11 @@ class Engine:
         bounds, device = config.bounds, config.device
         self._model = model
         self._stream = stream
-        self._memory = StepMemory(
-            model, bounds, kv_dtype=config.kv_dtype, device=device, dcp=config.dcp
-        )
+        self._group = None if config.dcp is None else config.dcp.open()
+        self._memory, self._drafter = open_memory(model, config, self._group)
         self._programs = {
-            bucket: step_program(model, self._memory, bucket) for bucket in config.buckets
+            bucket: step_program(model, self._memory, bucket, self._drafter)
+            for bucket in config.buckets
         }
         self._inputs = InputRing(bounds, device, steps_in_flight=config.run_ahead)
         self._prompts = PromptRing(bounds, device, prompts_in_flight=bounds.max_batch)
@@ -93,10 +97,7 @@ class Engine:
         self,
         token_ids: Sequence[int],
         params: SamplingParams | None = None,
-        *,
-        max_new_tokens: int | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        ignore_eos: bool | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> Request:
         """Queue a request; its fields can be given as `SamplingParams` or as keywords.
 
@@ -104,7 +105,7 @@ class Engine:
         `EngineClosedError`. After an error nothing has changed.
         """
         self._check_leads("submit")
-        params = merge_params(params, max_new_tokens, stop_token_ids, ignore_eos)
+        params = merge_params(params, fields)
         request = self._new_request(token_ids, params, 0)
         self._scheduler.submit(request)
         self._submitted += 1
@@ -175,10 +176,7 @@ class Engine:
         self,
         prompts: Iterable[Sequence[int]],
         params: SamplingParams | None = None,
-        *,
-        max_new_tokens: int | None = None,
-        stop_token_ids: Sequence[int] | None = None,
-        ignore_eos: bool | None = None,
+        **fields: Unpack[SamplingFields],
     ) -> list[Completion]:
         """Serve `prompts` to the end; completions in the order of the prompts.
 
@@ -186,7 +184,7 @@ class Engine:
         fed as it empties. Other requests run on beside them; their events wait for `poll`.
         """
         self._check_leads("generate")
-        params = merge_params(params, max_new_tokens, stop_token_ids, ignore_eos)
+        params = merge_params(params, fields)
         requests = [self._new_request(p, params, i) for i, p in enumerate(prompts)]
         pending = deque(requests)
         while not all(request.finished for request in requests):
@@ -218,6 +216,10 @@ class Engine:
             fallbacks=self._steps - sum(self._replays.values()),
             in_flight=self._outputs.in_flight,
             tokens_emitted=self._emitted,
+            tokens_drafted=sum(scheduler.drafted),
+            tokens_accepted=sum(scheduler.accepted),
+            accepted_by_place=tuple(scheduler.accepted),
+            drafted_by_place=tuple(scheduler.drafted),
             requests_submitted=self._submitted,
             requests_finished=self._finished,
             running=scheduler.running,
@@ -231,8 +233,8 @@ class Engine:
         """What was captured and what it costs; `print(engine.report())` gives a table."""
         return engine_report(
             self.config,
-            self._model,
             self._memory,
+            self._pools(),
             [
                 bucket_report(bucket, graph, self._replays[bucket])
                 for bucket, graph in sorted(self._graphs.items(), key=lambda item: item[0])
@@ -266,8 +268,8 @@ class Engine:
             raise wrong(
                 "verify", "an engine without prepacked linears", "prepack=True", "See `prepack`."
             )
-        parts = (self.config, self._memory, self._programs, self._graphs, self._stream)
-        return Checkup(*parts, seed=seed).run(steps)
+        parts = (self._memory, self._drafter, self._programs, self._graphs, self._stream)
+        return Checkup(self.config, *parts, seed=seed).run(steps)
 
     def close(self) -> None:
         """End every request as cancelled and free the graphs. Idempotent."""
@@ -286,7 +288,6 @@ class Engine:
         """Capture on idle inputs: all rows are padding, so no slot, page or token changes."""
         self._stream.join()
         by_name = {bucket.name: bucket for bucket in self._programs}
-        pools = self._memory.pools()
         graphs = capture_family(
             {bucket.name: program for bucket, program in self._programs.items()},
             backend=self.config.backend,
@@ -294,10 +295,14 @@ class Engine:
             stream=self._stream.cuda if isinstance(self._stream, CudaStream) else None,
             weights=weights(self._model) if self.config.prepack else {},
             prepack=self.config.prepack,
-            untouched=tuple(pools.values()),
+            untouched=tuple(self._pools().values()),
             progress=progress,
         )
         return {by_name[name]: graph for name, graph in graphs.items()}
+
+    def _pools(self) -> dict[str, Tensor]:
+        """KV pools of the model and of its drafter, by name."""
+        return self._memory.target.pools() | (self._drafter.pools() if self._drafter else {})
 
     def _launch_or_end(self, inputs: StepInputs, bucket: Bucket) -> None:
         try:
@@ -341,7 +346,7 @@ class Engine:
         for request in self._scheduler.requests():
             self._scheduler.cancel(request)
             request.finish_reason, request.error = finish, reason
-            self._report_event(Event(request, (), True, finish, reason))
+            self._report_event(Event(request, (), (), True, finish, reason))
         if self._lockstep is not None and self._lockstep.leads:
             self._lockstep.send_close(self._steps)
         if self._outputs.in_flight and finish is FinishReason.CANCELLED:
@@ -350,8 +355,8 @@ class Engine:
             graph.close()
         if self._lockstep is not None:
             self._lockstep.close()
-        if self._memory.parallel is not None:
-            self._memory.parallel.group.close()
+        if self._group is not None:
+            self._group.close()
 
     def _check_leads(self, call: str) -> None:
         self._check_open()
@@ -370,13 +375,12 @@ class Engine:
 
     def _check_progress(self) -> None:
         """A captured collective cannot time out: end it from here when its step never lands."""
-        parallel = self._memory.parallel
-        if self._lockstep is None or self.config.dcp is None or parallel is None:
+        if self._lockstep is None or self.config.dcp is None or self._group is None:
             return
         waited = time.monotonic() - self._last_landed
         if waited > self.config.dcp.timeout:
             reason = f"no step has landed for {waited:.0f} s: {self._lockstep.blame()}"
-            parallel.group.abort()
+            self._group.abort()
             self._end(reason, FinishReason.ERROR)
             raise StepError(f"{reason}. The engine is closed.")
 

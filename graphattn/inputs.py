@@ -18,8 +18,28 @@ from torch import Tensor
 from graphattn.bounds import Bounds, ceil_div
 from graphattn.stream import Marker, Stream, host_buffer
 
+FLOATS = (  # fields of the block that hold fp32 bits
+    "temperature",
+    "top_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 PROMPT_CHUNK = 16384  # tokens of one entry of the prompt ring
 Ints = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of a slot are chosen; see `request.SamplingParams`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +52,7 @@ class Admission:
     context_len: int  # tokens whose KV is there already (a prefix hit)
     stop_len: int  # total length at which it ends
     stop_tokens: Sequence[int]
+    sampling: Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +93,9 @@ def input_fields(bounds: Bounds) -> dict[str, tuple[int, ...]]:
         "admit_stop_len": slots,
         "admit_stop_tokens": (bounds.max_batch, bounds.max_stop_tokens),
         "page_updates": (bounds.max_page_updates, 3),
-    }
+        "top_k": slots,
+        "seed": (bounds.max_batch, 2),
+    } | dict.fromkeys(FLOATS, slots)
 
 
 def block_size(fields: Mapping[str, tuple[int, ...]]) -> int:
@@ -105,12 +128,19 @@ class InputBlock:
     admit_stop_len: Tensor  # [B]
     admit_stop_tokens: Tensor  # [B, N]; -1 = unused
     page_updates: Tensor  # [U, 3]: slot (-1 = unused), column, page
+    temperature: Tensor  # [B] fp32, by slot, as all of the following
+    top_k: Tensor  # [B]
+    top_p: Tensor  # [B] fp32
+    repetition_penalty: Tensor  # [B] fp32
+    presence_penalty: Tensor  # [B] fp32
+    frequency_penalty: Tensor  # [B] fp32
+    seed: Tensor  # [B, 2]: low and high word
 
     def __init__(self, bounds: Bounds, device: torch.device) -> None:
         fields = input_fields(bounds)
         self.block = torch.zeros(block_size(fields), dtype=torch.int32, device=device)
         for name, view in block_views(self.block, fields).items():
-            setattr(self, name, view)
+            setattr(self, name, view.view(torch.float32) if name in FLOATS else view)
         for view in (self.slot_of_row, self.admit_generation, self.page_updates):
             view.fill_(-1)
 
@@ -125,6 +155,18 @@ class _Entry:
             name: view.numpy() for name, view in block_views(self.buffer, fields).items()
         }
         self.copied: Marker | None = None
+        self._sampling: list[Sampling | None] = [None] * bounds.max_batch
+
+    def set_sampling(self, latest: Sequence[Sampling | None]) -> None:
+        """Parameters by slot; only those that changed since this entry's last use are written."""
+        for slot, sampling in enumerate(latest):
+            if sampling is not None and self._sampling[slot] is not sampling:
+                self._sampling[slot] = sampling
+                for name in FLOATS:
+                    self.arrays[name].view(np.float32)[slot] = getattr(sampling, name)
+                self.arrays["top_k"][slot] = min(sampling.top_k, 2**31 - 1)
+                words = np.array([sampling.seed], dtype=np.uint64).view(np.int32)
+                self.arrays["seed"][slot] = words
 
     def fill(self, inputs: StepInputs) -> None:
         a = self.arrays
@@ -159,6 +201,7 @@ class InputRing:
     def __init__(self, bounds: Bounds, device: torch.device, *, steps_in_flight: int) -> None:
         self._entries = [_Entry(bounds, device) for _ in range(steps_in_flight + 1)]
         self._next = 0
+        self._sampling: list[Sampling | None] = [None] * bounds.max_batch
 
     def send(self, inputs: StepInputs, target: InputBlock, stream: Stream) -> None:
         """Stage `inputs` and enqueue their copy to `target`.
@@ -170,6 +213,9 @@ class InputRing:
         self._next = (self._next + 1) % len(self._entries)
         if entry.copied is not None:
             entry.copied.wait()
+        for admission in inputs.admissions:
+            self._sampling[admission.slot] = admission.sampling
+        entry.set_sampling(self._sampling)
         entry.fill(inputs)
         stream.copy(target.block, entry.buffer)
         entry.copied = stream.mark()

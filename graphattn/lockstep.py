@@ -17,12 +17,12 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from graphattn.config import EngineConfig
 from graphattn.errors import ConfigError, StepError
 from graphattn.groups import VirtualGroup
-from graphattn.inputs import Admission, PageUpdate, StepInputs
+from graphattn.inputs import Admission, PageUpdate, Sampling, StepInputs
 from graphattn.models import weights
 from graphattn.models.contract import StepModel
+from graphattn.sizing import EngineConfig
 
 KEPT = 64  # messages that stay readable; ranks are never further apart than the steps in flight
 PULSE_SECONDS = 1.0
@@ -167,7 +167,10 @@ def _message(data: dict[str, object] | None) -> Message | None:
         bucket=data["bucket"],  # type: ignore[arg-type]
         inputs=StepInputs(
             rows=[tuple(row) for row in inputs["rows"]],
-            admissions=[Admission(**a) for a in inputs["admissions"]],
+            admissions=[
+                Admission(**(a | {"sampling": Sampling(**a["sampling"])}))
+                for a in inputs["admissions"]
+            ],
             releases=inputs["releases"],
             page_updates=[PageUpdate(**u) for u in inputs["page_updates"]],
             mixed=inputs["mixed"],

@@ -30,6 +30,38 @@ class WorkShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRows:
+    """What `prepare` reads, in its order: the rows of a step, and slot state (int32, by slot)."""
+
+    slot_of_row: Tensor  # [B]
+    query_len: Tensor  # [B]
+    context_len: Tensor  # [B]
+    seq_len: Tensor  # [B]
+    prompt_len: Tensor  # [B]
+    finish: Tensor  # [B]
+    history: Tensor  # [B, max_seq_len]
+    draft_tokens: Tensor  # [B, max(K, 1)]
+    draft_count: Tensor  # [B]
+    page_table: Tensor  # [B, pages_per_seq]
+
+    @staticmethod
+    def of(inputs: InputBlock, state: SlotState) -> StepRows:
+        """The rows that the host sent, over the state of the slots."""
+        return StepRows(
+            inputs.slot_of_row,
+            inputs.query_len,
+            state.context_len,
+            state.seq_len,
+            state.prompt_len,
+            state.finish,
+            state.history,
+            state.draft_tokens,
+            state.draft_count,
+            state.page_table,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class StepBuffers:
     """Metadata of one step of T token places; `kernels/ops.py` has the meaning of each field.
 
@@ -108,21 +140,10 @@ class StepBuffers:
             prefill_items=self.prefill_items[: shape.prefill_items(tokens, bounds.max_batch)],
         )
 
-    def prepare(
-        self, inputs: InputBlock, state: SlotState, bounds: Bounds, shape: WorkShape
-    ) -> None:
-        """Stage: derive every field from the input block and the slot state."""
+    def prepare(self, rows: StepRows, bounds: Bounds, shape: WorkShape) -> None:
+        """Stage: derive every field from the rows of the step and the state of their slots."""
         ops.prepare(
-            inputs.slot_of_row,
-            inputs.query_len,
-            state.context_len,
-            state.seq_len,
-            state.prompt_len,
-            state.finish,
-            state.history,
-            state.draft_tokens,
-            state.draft_count,
-            state.page_table,
+            *(getattr(rows, f.name) for f in fields(rows)),
             *(getattr(self, f.name) for f in fields(self)),
             list(shape.windows),
             bounds.max_drafts,

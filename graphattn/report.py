@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from graphattn._capture.graph import Graph
-from graphattn.config import Bucket, EngineConfig
+from graphattn.config import Bucket
 from graphattn.errors import wrong
-from graphattn.models.contract import StepModel
-from graphattn.pages import page_bytes
-from graphattn.step import StepMemory
+from graphattn.memory import StepMemory
+from graphattn.sizing import EngineConfig
 
 Progress = Callable[[str, int, int], None]  # name of a bucket, done, total
 
@@ -25,6 +26,10 @@ class Stats:
     fallbacks: int  # steps that had to run without their graph
     in_flight: int  # launched and unread
     tokens_emitted: int  # read from the output ring
+    tokens_drafted: int  # draft tokens that were verified
+    tokens_accepted: int  # of them, right and emitted
+    accepted_by_place: tuple[int, ...]  # [k] how often the first, second, ... draft was accepted
+    drafted_by_place: tuple[int, ...]  # [k] how often there was a first, second, ... draft
     requests_submitted: int
     requests_finished: int  # including cancelled ones
     running: int
@@ -105,15 +110,16 @@ def bucket_report(bucket: Bucket, graph: Graph, replays: int) -> BucketReport:
 
 def engine_report(
     config: EngineConfig,
-    model: StepModel,
     memory: StepMemory,
+    pools: Mapping[str, Tensor],
     buckets: Sequence[BucketReport],
     *,
     capture_seconds: float,
 ) -> EngineReport:
     """Of an engine's parts."""
     bounds = config.bounds
-    per_page = page_bytes(model.attention_layers, bounds.page_size, config.kv_dtype)
+    ranks = len(memory.target.shards)
+    kv_bytes = sum(pool.numel() * pool.itemsize for pool in pools.values())
     return EngineReport(
         backend=config.backend,
         device=str(config.device),
@@ -122,8 +128,8 @@ def engine_report(
         max_tokens=bounds.max_tokens,
         page_size=bounds.page_size,
         num_pages=bounds.num_pages,
-        kv_bytes=sum(shard.pools.num_bytes for shard in memory.shards),
-        kv_bytes_per_token=per_page // bounds.page_size,
+        kv_bytes=kv_bytes,
+        kv_bytes_per_token=kv_bytes // (bounds.num_pages * bounds.page_size * ranks),
         state_bytes=sum(t.numel() * t.itemsize for t in memory.tensors().values()),
         capture_seconds=capture_seconds,
         buckets=tuple(buckets),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypedDict
 
 from graphattn.bounds import Bounds
 from graphattn.errors import RequestError, wrong
@@ -17,13 +20,37 @@ class SamplingParams:
     `max_new_tokens`  tokens to emit at most; the request also ends at the engine's max_seq_len
     `stop_token_ids`  tokens that end it, besides the model's own end-of-sequence tokens
     `ignore_eos`      do not stop at the model's end-of-sequence tokens
+    `temperature`     divides the logits; 0 chooses the most probable token
+    `top_k`           sample among the k most probable tokens only; 0 = all
+    `top_p`           sample among the most probable tokens that together reach this probability
+    `repetition_penalty`  > 1 makes tokens of the prompt and the output less probable (divides
+                      positive logits, multiplies negative ones)
+    `presence_penalty`, `frequency_penalty`  subtracted from the logits of emitted tokens: once,
+                      and for each time
+    `seed`            of the request's own randomness, 0 to 2**64 - 1. A token depends on nothing
+                      but its distribution, the seed and its position: not on batch, bucket,
+                      drafts or neighbours. None draws one.
     """
 
     max_new_tokens: int = 128
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_ints()
+        self._check_floats()
+        if isinstance(self.stop_token_ids, str) or not all(map(_is_int, self.stop_token_ids)):
+            raise _bad("stop_token_ids", "token ids", self.stop_token_ids, "Encode stop words.")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    def _check_ints(self) -> None:
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
             raise _bad(
                 "max_new_tokens",
@@ -31,11 +58,38 @@ class SamplingParams:
                 self.max_new_tokens,
                 "Ask for one token or more.",
             )
-        if isinstance(self.stop_token_ids, str) or not all(map(_is_int, self.stop_token_ids)):
-            raise _bad(
-                "stop_token_ids", "token ids", self.stop_token_ids, "Encode stop words first."
-            )
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not _is_int(self.top_k) or self.top_k < 0:
+            raise _bad("top_k", "an integer >= 0", self.top_k, "0 keeps all tokens.")
+        if self.seed is not None and not (_is_int(self.seed) and 0 <= self.seed < 1 << 64):
+            raise _bad("seed", "an integer in 0..2**64-1 or None", self.seed, "Drop its high bits.")
+
+    def _check_floats(self) -> None:
+        for name, wanted, good, fix in (
+            ("temperature", "a number >= 0", lambda x: x >= 0, "0 is greedy."),
+            ("top_p", "a number in (0, 1]", lambda x: 0 < x <= 1, "1 keeps all tokens."),
+            ("repetition_penalty", "a number > 0", lambda x: x > 0, "1 is none."),
+            ("presence_penalty", "a finite number", lambda x: True, "0 is none."),
+            ("frequency_penalty", "a finite number", lambda x: True, "0 is none."),
+        ):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value) or not good(value):
+                raise _bad(name, wanted, value, fix)
+
+
+class SamplingFields(TypedDict, total=False):
+    """The fields of `SamplingParams` as keywords."""
+
+    max_new_tokens: int
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int | None
 
 
 class FinishReason(StrEnum):
@@ -51,7 +105,8 @@ class FinishReason(StrEnum):
 class Request:
     """A submitted request; compare by identity.
 
-    `token_ids` are the emitted tokens that have been read so far.
+    `token_ids` are the emitted tokens that have been read so far, `logprobs` the log-probability of
+    each under the model's unmodified distribution. Of `drafted` draft tokens `accepted` were right.
     """
 
     id: int
@@ -59,7 +114,11 @@ class Request:
     params: SamplingParams
     stop_len: int  # total length at which it ends
     stop_tokens: tuple[int, ...]
+    seed: int
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
 
@@ -81,6 +140,7 @@ class Event:
 
     request: Request
     token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] = ()
     finished: bool = False
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -92,35 +152,25 @@ class Completion:
 
     prompt: tuple[int, ...]
     token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
     finish_reason: FinishReason
     error: str | None = None
 
 
-def merge_params(
-    params: SamplingParams | None,
-    max_new_tokens: int | None,
-    stop_token_ids: Sequence[int] | None,
-    ignore_eos: bool | None,
-) -> SamplingParams:
-    """A request's parameters from `SamplingParams` or keywords; `ConfigError` for both."""
-    given = {
-        name: value
-        for name, value in (
-            ("max_new_tokens", max_new_tokens),
-            ("stop_token_ids", stop_token_ids),
-            ("ignore_eos", ignore_eos),
-        )
-        if value is not None
-    }
+def merge_params(params: SamplingParams | None, fields: SamplingFields) -> SamplingParams:
+    """A request's parameters from `SamplingParams` or its fields as keywords.
+
+    Raises `ConfigError` for both, `TypeError` for a keyword that is no field.
+    """
     if params is None:
-        return SamplingParams(**given)  # type: ignore[arg-type]
+        return SamplingParams(**fields)  # type: ignore[arg-type]
     if not isinstance(params, SamplingParams):
         raise wrong("params", "SamplingParams", params, "Pass graphattn.SamplingParams(...).")
-    if given:
+    if fields:
         raise wrong(
             "params",
             "SamplingParams or keywords, not both",
-            f"both params and {', '.join(given)}",
+            f"both params and {', '.join(fields)}",
             "Put the keywords into SamplingParams.",
         )
     return params
@@ -130,7 +180,11 @@ def completion(request: Request) -> Completion:
     """A finished request, frozen."""
     assert request.finish_reason is not None
     return Completion(
-        request.prompt, tuple(request.token_ids), request.finish_reason, request.error
+        request.prompt,
+        tuple(request.token_ids),
+        tuple(request.logprobs),
+        request.finish_reason,
+        request.error,
     )
 
 
@@ -160,7 +214,8 @@ def new_request(
     for token in stop_tokens:
         _check_token("stop_token_ids", token, bounds)
     stop_len = min(len(prompt) + params.max_new_tokens, bounds.max_seq_len)
-    return Request(request_id, prompt, params, stop_len, stop_tokens)
+    seed = random.getrandbits(64) if params.seed is None else int(params.seed)
+    return Request(request_id, prompt, params, stop_len, stop_tokens, seed)
 
 
 def _checked_prompt(token_ids: Sequence[int], bounds: Bounds) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,9 @@ def output_fields(bounds: Bounds) -> dict[str, tuple[int, ...]]:
         "count": rows,
         "finish": rows,
         "context_len": rows,
+        "logits_count": rows,
         "tokens": (bounds.max_batch, bounds.decode_query_len),
+        "logprobs": (bounds.max_batch, bounds.decode_query_len),
     }
 
 
@@ -36,13 +39,15 @@ class OutputBlock:
     count: Tensor  # [B] emitted tokens
     finish: Tensor  # [B], a `Finish`
     context_len: Tensor  # [B] after the step
+    logits_count: Tensor  # [B] places that were sampled: 1 + drafts, or 0
     tokens: Tensor  # [B, 1 + K]; -1 past count
+    logprobs: Tensor  # [B, 1 + K] fp32; of the tokens
 
     def __init__(self, bounds: Bounds, device: torch.device) -> None:
         fields = output_fields(bounds)
         self.block = torch.zeros(block_size(fields), dtype=torch.int32, device=device)
         for name, view in block_views(self.block, fields).items():
-            setattr(self, name, view)
+            setattr(self, name, view.view(torch.float32) if name == "logprobs" else view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +57,8 @@ class RowResult:
     slot: int
     generation: int
     token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    drafted: int
     finish: int
     context_len: int
 
@@ -68,9 +75,10 @@ class _Entry:
     def __init__(self, bounds: Bounds, device: torch.device) -> None:
         fields = output_fields(bounds)
         self.buffer = host_buffer(block_size(fields), device)
-        self.arrays: dict[str, npt.NDArray[np.int32]] = {
+        self.arrays: dict[str, npt.NDArray[Any]] = {
             name: view.numpy() for name, view in block_views(self.buffer, fields).items()
         }
+        self.arrays["logprobs"] = self.arrays["logprobs"].view(np.float32)
 
     def read(self, number: int) -> StepResult:
         a = {name: array.tolist() for name, array in self.arrays.items()}
@@ -79,6 +87,8 @@ class _Entry:
                 slot,
                 a["generation"][row],
                 tuple(a["tokens"][row][: a["count"][row]]),
+                tuple(a["logprobs"][row][: a["count"][row]]),
+                max(0, a["logits_count"][row] - 1),
                 a["finish"][row],
                 a["context_len"][row],
             )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from graphattn.bounds import Bounds
 from graphattn.errors import QueueFullError
-from graphattn.inputs import Admission, StepInputs
+from graphattn.inputs import Admission, Sampling, StepInputs
 from graphattn.pages import PageAllocator
 from graphattn.request import Event, FinishReason, Request
 from graphattn.ring import RowResult, StepResult
@@ -54,6 +54,14 @@ class _Seat:
         """Each unread step emits at least one token, so enough of them end the request."""
         return self.known_len + self.unread < self.request.stop_len
 
+    def prefill_bound(self, bounds: Bounds) -> int:
+        """Tokens whose KV the cache holds after the chunk that was planned last.
+
+        The chunk that ends the prompt is drafted from: a drafter writes `max_drafts` beyond it.
+        """
+        beyond = 0 if self.prefilling else bounds.max_drafts
+        return min(self.prefilled + beyond, bounds.max_kv_len(self.request.stop_len))
+
     def kv_bound(self, bounds: Bounds) -> int:
         """Most tokens whose KV the cache can hold after one more decode step.
 
@@ -79,6 +87,8 @@ class Scheduler:
         self._seats: dict[int, _Seat] = {}  # by slot, in order of admission
         self._releases: list[int] = []  # slots to release on the device in the next step
         self._generation = 0
+        self.drafted = [0] * bounds.max_drafts  # by place: how often there was a draft
+        self.accepted = [0] * bounds.max_drafts  # and how often it was emitted
 
     @property
     def waiting(self) -> int:
@@ -114,7 +124,7 @@ class Scheduler:
             seat = next(s for s in self._seats.values() if s.request is request)
             self._vacate(seat)
         request.finish_reason = FinishReason.CANCELLED
-        return Event(request, (), True, FinishReason.CANCELLED)
+        return Event(request, (), (), True, FinishReason.CANCELLED)
 
     def requests(self) -> list[Request]:
         """Every request that has not ended, running ones first."""
@@ -172,6 +182,7 @@ class Scheduler:
                     context_len=0,
                     stop_len=request.stop_len,
                     stop_tokens=request.stop_tokens,
+                    sampling=_sampling(request),
                 )
             )
             places -= self._chunk(seat, inputs, places)
@@ -191,7 +202,7 @@ class Scheduler:
         """Plan the next chunk of a prompt; returns the places it takes."""
         count = min(len(seat.request.prompt) - seat.prefilled, places)
         seat.prefilled += count
-        inputs.page_updates += self.pages.grow(seat.slot, seat.prefilled)
+        inputs.page_updates += self.pages.grow(seat.slot, seat.prefill_bound(self._bounds))
         inputs.rows.append((seat.slot, count))
         inputs.mixed = True
         if not seat.prefilling:
@@ -208,8 +219,10 @@ class Scheduler:
         request = seat.request
         seat.unread -= 1
         request.token_ids += row.token_ids
+        request.logprobs += row.logprobs
+        self._count_drafts(request, row)
         if finish is Finish.RUNNING:
-            return Event(request, row.token_ids)
+            return Event(request, row.token_ids, row.logprobs)
         self._vacate(seat)
         request.finish_reason = _REASONS[finish]
         if finish is Finish.ERROR:
@@ -217,10 +230,33 @@ class Scheduler:
                 f"the model's logits held a NaN after {seat.known_len} tokens; "
                 "the request was ended, others are unharmed"
             )
-        return Event(request, row.token_ids, True, request.finish_reason, request.error)
+        return Event(
+            request, row.token_ids, row.logprobs, True, request.finish_reason, request.error
+        )
+
+    def _count_drafts(self, request: Request, row: RowResult) -> None:
+        accepted = max(0, len(row.token_ids) - 1)
+        request.drafted += row.drafted
+        request.accepted += accepted
+        for place in range(row.drafted):
+            self.drafted[place] += 1
+            self.accepted[place] += place < accepted
 
     def _vacate(self, seat: _Seat) -> None:
         del self._seats[seat.slot]
         self.pages.release(seat.slot)
         self._free_slots.append(seat.slot)
         self._releases.append(seat.slot)
+
+
+def _sampling(request: Request) -> Sampling:
+    params = request.params
+    return Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        seed=request.seed,
+    )

@@ -12,21 +12,42 @@ from graphattn.bounds import Bounds, tokens_in_shard
 from graphattn.config import (
     CPU_MEMORY_BUDGET,
     MAX_TOKENS_DEFAULT,
-    EngineConfig,
+    Backend,
+    BucketSet,
     fit_seq_len,
     pages_in,
     resolve_backend,
     resolve_buckets,
 )
 from graphattn.dcp import DCP
+from graphattn.draft import Drafter, Speculation
 from graphattn.errors import UnsupportedModelError, wrong
+from graphattn.groups import Group
+from graphattn.memory import StepMemory
 from graphattn.models.contract import StepModel
 from graphattn.pages import page_bytes
-from graphattn.step import StepMemory, step_program
+from graphattn.step import step_program
 from graphattn.stream import Stream
 
 GPU_MEMORY_SHARE = 0.9  # of the free memory; the rest is for what torch and the driver add
 ACTIVATION_MARGIN = 1.25  # graph pool over the measured peak of the largest step: fragmentation
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything that is fixed for the life of an engine."""
+
+    bounds: Bounds
+    buckets: BucketSet
+    backend: Backend
+    device: torch.device
+    kv_dtype: torch.dtype
+    run_ahead: int  # steps that may be launched and unread
+    max_queue: int  # requests that may wait for a slot
+    dcp: DCP | None  # the KV cache is sharded over its group
+    speculate: Speculation | None  # who drafts
+    prepack: bool  # host backend: pack the weights of constant linears
+    notes: tuple[str, ...] = ()  # what was reduced or chosen on the caller's behalf
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +65,7 @@ class Options:
     run_ahead: int
     max_queue: int
     dcp: DCP | None
+    speculate: Speculation | None
     prepack: bool
 
 
@@ -69,17 +91,23 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
     for name in ("prepack",):
         if not isinstance(getattr(options, name), bool):
             raise wrong(name, "True or False", getattr(options, name), "Pass a bool.")
-    pages = _num_pages(options, page_bytes(layers, page_size, model.dtype), device)
+    speculate = _speculation(options.speculate)
+    drafts = 0 if speculate is None else speculate.k
+    per_page = page_bytes(layers, page_size, model.dtype)
+    if speculate is not None:
+        per_page += page_bytes(speculate.kv_layers(), page_size, model.dtype)
+    pages = _num_pages(options, per_page, device)
     size, interleave = _parallel(options.dcp)
     longest = tokens_in_shard(pages * page_size, size, interleave)
     max_seq_len, note = fit_seq_len(model.max_seq_len, options.max_seq_len, longest)
     bounds = Bounds(
         max_batch=max_batch,
         max_seq_len=max_seq_len,
-        max_tokens=_max_tokens(options, max_batch, max_seq_len, device),
+        max_tokens=_max_tokens(options, max_batch * (1 + drafts), max_batch * max_seq_len, device),
         page_size=page_size,
         num_pages=pages,
         vocab_size=model.vocab_size,
+        max_drafts=drafts,
         dcp_size=size,
         interleave=interleave,
     )
@@ -93,6 +121,7 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         kv_dtype=model.dtype,
         run_ahead=run_ahead,
         dcp=options.dcp,
+        speculate=speculate,
         max_queue=max_queue,
         prepack=options.prepack and backend == "host" and model.dtype == torch.float32,
         notes=(note,) if note else (),
@@ -120,16 +149,35 @@ def _peak_bytes(model: StepModel, config: EngineConfig, stream: Stream) -> int:
     """Bytes that the largest step needs beside the weights, its own buffers included."""
     before = torch.cuda.memory_allocated(config.device)
     torch.cuda.reset_peak_memory_stats(config.device)
-    bounds = replace(config.bounds, num_pages=config.bounds.pages_per_seq)
-    memory = StepMemory(
-        model, bounds, kv_dtype=config.kv_dtype, device=config.device, dcp=config.dcp
-    )
-    program = step_program(model, memory, next(iter(config.buckets)))
+    small = replace(config, bounds=replace(config.bounds, num_pages=config.bounds.pages_per_seq))
+    group = None if config.dcp is None else config.dcp.open()
+    memory, drafter = open_memory(model, small, group)
+    program = step_program(model, memory, next(iter(config.buckets)), drafter)
     stream.join()
     stream.submit(program)
     stream.mark().wait()
-    peak = torch.cuda.max_memory_allocated(config.device) - before
-    return peak - sum(shard.pools.num_bytes for shard in memory.shards)
+    if group is not None:
+        group.close()
+    pools = [*memory.target.pools().values(), *(drafter.pools().values() if drafter else ())]
+    peak: int = torch.cuda.max_memory_allocated(config.device) - before
+    kv_bytes: int = sum(pool.numel() * pool.itemsize for pool in pools)
+    return peak - kv_bytes
+
+
+def open_memory(
+    model: StepModel, config: EngineConfig, group: Group | None
+) -> tuple[StepMemory, Drafter | None]:
+    """The memory of an engine and of its drafter."""
+    memory = StepMemory(
+        model,
+        config.bounds,
+        kv_dtype=config.kv_dtype,
+        device=config.device,
+        group=group,
+        reduce="ag_rs" if config.dcp is None else config.dcp.reduce,
+    )
+    speculate = config.speculate
+    return memory, None if speculate is None else speculate.open(memory, model)
 
 
 def _parallel(dcp: DCP | None) -> tuple[int, int]:
@@ -141,11 +189,22 @@ def _parallel(dcp: DCP | None) -> tuple[int, int]:
     return dcp.size, dcp.interleave
 
 
-def _max_tokens(options: Options, max_batch: int, max_seq_len: int, device: torch.device) -> int:
+def _speculation(speculate: Speculation | None) -> Speculation | None:
+    if speculate is None or all(hasattr(speculate, n) for n in ("k", "resolve", "open")):
+        return None if speculate is None else speculate.resolve()
+    raise wrong(
+        "speculate",
+        "graphattn.NGram(k), graphattn.DraftModel(model, k) or None",
+        speculate,
+        "See docs.",
+    )
+
+
+def _max_tokens(options: Options, decode_tokens: int, all_tokens: int, device: torch.device) -> int:
     """As asked; by default the device's, and no more than all slots' sequences together."""
     if options.max_tokens is not None:
         return _count("max_tokens", options.max_tokens, "the token places of a mixed step")
-    return max(max_batch, min(MAX_TOKENS_DEFAULT[device.type], max_batch * max_seq_len))
+    return max(decode_tokens, min(MAX_TOKENS_DEFAULT[device.type], all_tokens))
 
 
 def _num_pages(options: Options, bytes_per_page: int, device: torch.device) -> int:

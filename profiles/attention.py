@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torch
 
 from graphattn.bounds import Bounds
+from graphattn.memory import StepMemory
+from graphattn.metadata import StepRows
 from graphattn.models.contract import StepModel
 from graphattn.state import Finish
-from graphattn.step import StepMemory
 
 
 def attention_step(model: StepModel, *, batch: int, length: int) -> Callable[[], None]:
@@ -29,7 +30,7 @@ def attention_step(model: StepModel, *, batch: int, length: int) -> Callable[[],
         vocab_size=model.vocab_size,
     )
     memory = StepMemory(model, bounds, kv_dtype=model.dtype, device=model.device)
-    for pool in memory.pools().values():
+    for pool in memory.target.pools().values():
         pool.normal_()
     state, inputs = memory.state, memory.inputs
     for field, value in {
@@ -47,9 +48,9 @@ def attention_step(model: StepModel, *, batch: int, length: int) -> Callable[[],
     pages = torch.arange(bounds.num_pages, dtype=torch.int32, device=model.device)
     state.page_table.copy_(pages.view(batch, pages_per_seq))
 
-    shape = memory.shape
-    buffers = memory.shards[0].buffers.narrow(bounds, shape, batch)
-    buffers.prepare(inputs, state, bounds, shape)
+    shape = memory.target.shape
+    buffers = memory.target.shards[0].buffers.narrow(bounds, shape, batch)
+    buffers.prepare(StepRows.of(inputs, state), bounds, shape)
     layer = model.attention_layers[0]
     q, k, v = (
         torch.randn(batch, heads, layer.head_dim, dtype=model.dtype, device=model.device)
@@ -57,6 +58,6 @@ def attention_step(model: StepModel, *, batch: int, length: int) -> Callable[[],
     )
 
     def run() -> None:
-        memory.attention.attend(0, q, k, v, [buffers], mixed=False)
+        memory.target.attention.attend(0, q, k, v, [buffers], mixed=False)
 
     return run

@@ -40,15 +40,31 @@ def test_generate_streams_the_tokens_of_generate(
         assert [line for line in shown.splitlines() if line.startswith(f"[{i}]")] == lines
 
 
+def test_drafts_change_no_text_greedy_or_sampled(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = ["generate", "--model", str(folder), "--prompt", "abab", "--max-new-tokens", "12"]
+    for sampling in ([], ["--temperature", "0.9", "--top-k", "40", "--seed", "5"]):
+        texts = []
+        for speculate in ([], ["--speculate", "ngram:3"], ["--speculate", f"draft:{folder}:2"]):
+            assert main([*base, *sampling, *speculate]) == 0
+            shown = capsys.readouterr().out.splitlines()
+            texts.append([line for line in shown if line.startswith("[1]")])
+            assert any("drafts accepted" in line for line in shown) == bool(speculate)
+        assert texts[0] == texts[1] == texts[2]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--model", "{folder}", "--prompt", "x", "--speculate", "ngram"], "speculate: wanted"),
+        (["--model", "{folder}", "--prompt", "x", "--top-p", "2"], "top_p: wanted"),
         (["--model", "nowhere", "--prompt", "x"], "no config.json"),
         (["--model", "{folder}", "--prompt", "x", "--backend", "cuda"], "no CUDA device"),
         (["--model", "{folder}", "--prompt", ""], "prompt"),
         (["--model", "{folder}", "--prompt", "x", "--max-seq-len", "4096"], "max_seq_len"),
     ],
-    ids=["no-model", "no-gpu", "empty-prompt", "too-long"],
+    ids=["speculate", "top-p", "no-model", "no-gpu", "empty-prompt", "too-long"],
 )
 def test_wrong_values_are_one_line_and_exit_2(
     folder: Path, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]

@@ -27,13 +27,15 @@ FLOW = [
     "attention",
     "ring",
     "sample",
-    "draft",
     "verify",
+    "memory",
+    "view",
+    "draft",
     "step",
     "request",
     "scheduler",
-    "lockstep",
     "sizing",
+    "lockstep",
     "report",
     "checkup",
     "engine",
@@ -46,7 +48,7 @@ FLOW = [
 ]
 DOOR = "__init__"  # the public door imports what it likes
 CLIENTS = {"text", "demo", "cli", "__main__"}  # they use the engine: tokens are theirs
-MODEL_USERS = {"models", "capturing", "engine", "lockstep"} | CLIENTS
+MODEL_USERS = {"models", "capturing", "engine", "lockstep", "draft"} | CLIENTS
 
 KERNELS = sorted(ROOT.glob("kernels/**/*.py"))
 LEAVES = [*KERNELS, *sorted(ROOT.glob("capture/**/*.py"))]

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from graphattn.request import SamplingParams
+
 if TYPE_CHECKING:
     from graphattn.engine import Engine
     from graphattn.request import Request
@@ -48,16 +50,19 @@ class Run:
 def run_engine(
     engine: Engine,
     prompts: Prompts,
-    max_new_tokens: int,
+    params: SamplingParams | Sequence[SamplingParams],
     *,
-    ignore_eos: bool = False,
     on_tokens: Callable[[int, Sequence[int], bool], None] = lambda index, token_ids, done: None,
 ) -> Run:
-    """All prompts at once through `engine`. `on_tokens` gets each prompt's index and news."""
+    """All prompts at once through `engine`, with parameters for all or for each.
+
+    `on_tokens` gets each prompt's index and news.
+    """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     started = time.perf_counter()
     index: dict[Request, int] = {
-        engine.submit(prompt, max_new_tokens=max_new_tokens, ignore_eos=ignore_eos): i
-        for i, prompt in enumerate(prompts)
+        engine.submit(prompt, own): i
+        for i, (prompt, own) in enumerate(zip(prompts, each, strict=True))
     }
     stamps = []
     while engine.busy:

@@ -14,6 +14,7 @@ from graphattn.demo import smollm2
 from graphattn.demo.parity import compare
 from graphattn.demo.runs import Run, run_engine, run_generate, run_generate_batch
 from graphattn.engine import Engine
+from graphattn.request import SamplingParams
 from graphattn.text import LineWriter, Loaded, TextStream, encode, load
 
 PROMPTS = (
@@ -53,7 +54,7 @@ def demo(write: Write) -> bool:
         write(str(audit))
         write(f"\n{engine.report()}\n")
         continuous = _continuous(loaded, prompts, write)
-        again = run_engine(engine, prompts, MAX_NEW_TOKENS)
+        again = run_engine(engine, prompts, SamplingParams(MAX_NEW_TOKENS))
     show_throughput(
         {"graphattn": again, "generate": reference, "generate_batch": continuous}, write
     )
@@ -96,7 +97,7 @@ def stream_answers(
         if finished:
             lines[index].close()
 
-    return run_engine(engine, prompts, MAX_NEW_TOKENS, on_tokens=on_tokens)
+    return run_engine(engine, prompts, SamplingParams(MAX_NEW_TOKENS), on_tokens=on_tokens)
 
 
 def show_parity(

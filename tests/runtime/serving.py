@@ -25,6 +25,7 @@ DEFAULTS: dict[str, Any] = {
     "max_queue": 1000,
     "prepack": False,
     "dcp": None,
+    "speculate": None,
 }
 
 

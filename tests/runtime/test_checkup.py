@@ -39,9 +39,9 @@ def _skip(engine: Engine, what: str) -> Callable[[], None]:
 
     def program() -> None:
         saved = {n: t.clone() for n, t in memory.tensors().items() if what in n}
-        pools = {n: p.clone() for n, p in memory.pools().items() if what in n}
+        pools = {n: p.clone() for n, p in engine._pools().items() if what in n}
         engine._programs[engine.config.buckets.mixed[-1]]()
-        for name, tensor in (memory.tensors() | memory.pools()).items():
+        for name, tensor in (memory.tensors() | engine._pools()).items():
             if what in name:
                 tensor.copy_((saved | pools)[name])
 

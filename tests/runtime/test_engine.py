@@ -254,7 +254,7 @@ def test_a_nan_request_ends_in_error_and_its_pages_are_safe_for_the_next() -> No
         assert poisoned.finish_reason is FinishReason.ERROR
         assert "NaN" in str(poisoned.error)
         assert poisoned.token_ids == []
-        assert any(bool(pool.isnan().any()) for pool in engine._memory.pools().values())
+        assert any(bool(pool.isnan().any()) for pool in engine._pools().values())
         heir = engine.submit(harmless[1], max_new_tokens=20)
         while engine.busy:
             engine.step()

@@ -8,6 +8,7 @@ import resource
 import pytest
 import torch
 
+from graphattn.draft import DraftModel, NGram, Speculation
 from graphattn.engine import Engine
 from tests.runtime.serving import make_engine, prompts, serve
 from tests.runtime.tiny_model import TinyModel
@@ -22,7 +23,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def everything(engine: Engine) -> dict[str, torch.Tensor]:
     memory = engine._memory
-    return memory.tensors() | memory.pools()
+    return memory.tensors() | engine._pools()
 
 
 def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
@@ -37,7 +38,7 @@ def test_replay_equals_the_eager_step_bitwise(options: dict[str, object]) -> Non
     jobs = [(p, 2 + 5 * i % 13) for i, p in enumerate(prompts(9, seed=5, longest=30))]
     for prompt, count in jobs:
         for engine in (replayed, eager):
-            engine.submit(prompt, max_new_tokens=count)
+            engine.submit(prompt, max_new_tokens=count, seed=1)
     steps = 0
     while replayed.busy:
         assert replayed.step() == eager.step()
@@ -60,15 +61,20 @@ def poison(engine: Engine) -> None:
 def poison_free_pages(engine: Engine) -> None:
     held = {p for slot in range(4) for p in engine._scheduler.pages.pages_of(slot)}
     free = [p for p in range(engine.config.bounds.num_pages) if p not in held]
-    for pool in engine._memory.pools().values():
+    for pool in engine._pools().values():
         pool[free] = float("nan")
 
 
 @pytest.mark.parametrize("backend", ["host", "eager"])
-def test_nothing_relies_on_what_an_earlier_step_left(backend: str) -> None:
+@pytest.mark.parametrize(
+    "drafter", [None, NGram(2), DraftModel(TinyModel(seed=3), 3)], ids=lambda d: type(d).__name__
+)
+def test_nothing_relies_on_what_an_earlier_step_left(
+    backend: str, drafter: Speculation | None
+) -> None:
     """Batches grow, shrink and cross bucket sizes while all stale memory is NaN and huge ids."""
     model = TinyModel(windows=(5, 0))
-    engine = make_engine(model, backend=backend, num_pages=60)
+    engine = make_engine(model, backend=backend, num_pages=96, speculate=drafter)
     # pages are taken in launch order, so an admitted slot's table is set in the step itself
     jobs = [(p, 1 + 5 * i % 19) for i, p in enumerate(prompts(12, seed=6))]
 
@@ -120,7 +126,7 @@ def test_idle_rows_write_nothing() -> None:
 
 
 def _lasting(engine: Engine) -> dict[str, torch.Tensor]:
-    return engine._memory.state.tensors() | engine._memory.pools()
+    return engine._memory.state.tensors() | engine._pools()
 
 
 def test_capture_leaves_state_pages_and_random_numbers_as_they_were() -> None:

@@ -7,12 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphattn.bounds import Bounds
-from graphattn.inputs import Admission, InputBlock, InputRing, PageUpdate, PromptRing, StepInputs
+from graphattn.inputs import (
+    Admission,
+    InputBlock,
+    InputRing,
+    PageUpdate,
+    PromptRing,
+    Sampling,
+    StepInputs,
+)
 from graphattn.ring import OutputBlock, OutputRing, RowResult
 from tests.runtime.lagging_stream import LaggingStream
 
 CPU = torch.device("cpu")
 BOUNDS = Bounds(max_batch=3, max_seq_len=24, max_tokens=8, page_size=4, num_pages=18, vocab_size=10)
+SAMPLING = Sampling(0.5, 7, 0.9, 1.1, 0.25, -0.5, (3 << 32) + 9)
 
 
 def numbered(n: int) -> StepInputs:
@@ -22,7 +31,7 @@ def numbered(n: int) -> StepInputs:
 def test_a_block_says_exactly_what_the_inputs_say() -> None:
     block, stream = InputBlock(BOUNDS, CPU), LaggingStream(pace=1)
     ring = InputRing(BOUNDS, CPU, steps_in_flight=1)
-    admission = Admission(2, 7, [5, 6, 7], 1, 9, [3, 4])
+    admission = Admission(2, 7, [5, 6, 7], 1, 9, [3, 4], SAMPLING)
     ring.send(StepInputs([(2, 3), (0, 1)], [admission], [1], [PageUpdate(2, 0, 11)]), block, stream)
     while stream.pending:
         stream.run_one()
@@ -35,6 +44,10 @@ def test_a_block_says_exactly_what_the_inputs_say() -> None:
     assert block.admit_stop_len[2] == 9
     assert block.admit_stop_tokens[2].tolist() == [3, 4, -1, -1, -1, -1, -1, -1]
     assert block.page_updates[0].tolist() == [2, 0, 11]
+    assert block.temperature[2] == 0.5
+    assert block.top_k[2] == 7
+    assert block.frequency_penalty[2] == -0.5
+    assert block.seed[2].tolist() == [9, 3]
     assert (block.page_updates[1:, 0] == -1).all()
 
 
@@ -66,7 +79,7 @@ def test_a_filled_entry_leaves_nothing_of_an_earlier_step() -> None:
     ring = InputRing(BOUNDS, CPU, steps_in_flight=1)
     full = StepInputs(
         [(0, 2), (1, 2), (2, 2)],
-        [Admission(i, i, [1], 0, 5, [9]) for i in range(3)],
+        [Admission(i, i, [1], 0, 5, [9], SAMPLING) for i in range(3)],
         [0, 1, 2],
         [PageUpdate(i, i, i) for i in range(3)],
     )
@@ -116,6 +129,8 @@ def test_results_are_read_in_order_and_only_when_landed() -> None:
                 block.generation.fill_(n),
                 block.count.copy_(torch.tensor([1, 0, 0])),
                 block.tokens.fill_(40 + n),
+                block.logprobs.fill_(-0.5),
+                block.logits_count.fill_(2),
                 block.context_len.fill_(6),
                 block.finish.fill_(0),
             )
@@ -128,7 +143,10 @@ def test_results_are_read_in_order_and_only_when_landed() -> None:
         stream.run_one()
     results = ring.landed()
     assert [r.number for r in results] == [0, 1]
-    assert results[0].rows == (RowResult(1, 0, (40,), 0, 6), RowResult(2, 0, (), 0, 6))
+    assert results[0].rows == (
+        RowResult(1, 0, (40,), (-0.5,), 1, 0, 6),
+        RowResult(2, 0, (), (), 1, 0, 6),
+    )
     assert results[1].rows[0].token_ids == (41,)
     assert ring.has_room
     assert ring.in_flight == 0

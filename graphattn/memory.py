@@ -1,0 +1,150 @@
+"""Every device tensor of an engine, allocated once from its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from graphattn.attention import Attention, Shard, Workspace, work_shape
+from graphattn.bounds import Bounds
+from graphattn.dcp import ContextParallel, Reduce
+from graphattn.groups import Group
+from graphattn.inputs import InputBlock
+from graphattn.metadata import StepBuffers, StepRows
+from graphattn.models.contract import AttentionLayer, StepModel
+from graphattn.pages import KVPools
+from graphattn.ring import OutputBlock
+from graphattn.sample import Sampler
+from graphattn.state import SlotState
+
+
+class ModelMemory:
+    """What one model has of its own: for each rank of this process metadata, pages, workspace.
+
+    The page table is shared: models of one engine use the same page ids in pools of their own.
+    """
+
+    def __init__(
+        self,
+        layers: tuple[AttentionLayer, ...],
+        bounds: Bounds,
+        page_table: Tensor,
+        slot_of_row: Tensor,
+        *,
+        dtype: torch.dtype,
+        group: Group | None,
+        reduce: Reduce,
+    ) -> None:
+        device = page_table.device
+        self.bounds = bounds
+        self.shape = work_shape(
+            layers,
+            page_size=bounds.page_size,
+            decode_query_len=bounds.decode_query_len,
+            dtype=dtype,
+            device=device,
+        )
+        parallel = (
+            None
+            if group is None
+            else ContextParallel(group, reduce, layers, bounds.max_tokens, dtype, device)
+        )
+        self.shards = tuple(
+            self._shard(layers, replace(bounds, dcp_rank=rank), dtype, device)
+            for rank in ((0,) if group is None else group.ranks)
+        )
+        self.attention = Attention(
+            layers=layers,
+            shape=self.shape,
+            page_table=page_table,
+            slot_of_row=slot_of_row,
+            shards=self.shards,
+            parallel=parallel,
+        )
+
+    def _shard(
+        self,
+        layers: tuple[AttentionLayer, ...],
+        bounds: Bounds,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Shard:
+        return Shard(
+            bounds=bounds,
+            buffers=StepBuffers.allocate(bounds, self.shape, bounds.max_tokens, device),
+            pools=KVPools.allocate(layers, bounds, dtype, device),
+            workspace=Workspace.allocate(layers, bounds, self.shape, dtype, device),
+        )
+
+    def narrow(self, tokens: int) -> tuple[StepBuffers, ...]:
+        """Metadata of each shard for a step of `tokens` places."""
+        return tuple(s.buffers.narrow(s.bounds, self.shape, tokens) for s in self.shards)
+
+    def prepare(self, steps: Sequence[StepBuffers], rows: StepRows) -> None:
+        """Stage: derive the metadata of each shard."""
+        for shard, step in zip(self.shards, steps, strict=True):
+            step.prepare(rows, shard.bounds, self.shape)
+
+    def pools(self) -> dict[str, Tensor]:
+        """The KV pools by name, of every rank of this process."""
+        return {
+            f"{name}@{shard.bounds.dcp_rank}": pool
+            for shard in self.shards
+            for name, pool in shard.pools.tensors().items()
+        }
+
+    def scratch(self) -> dict[str, Tensor]:
+        """Metadata and workspaces by name: rewritten by every step as far as it uses them."""
+        return {
+            f"{kind}.{name}@{shard.bounds.dcp_rank}": tensor
+            for shard in self.shards
+            for kind, group in (("step", shard.buffers), ("workspace", shard.workspace))
+            for name, tensor in group.tensors().items()
+        }
+
+
+class StepMemory:
+    """The blocks between host and device, the slot state, and the memory of the model."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        bounds: Bounds,
+        *,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        group: Group | None = None,
+        reduce: Reduce = "ag_rs",
+    ) -> None:
+        self.bounds, self.group, self.reduce = bounds, group, reduce
+        self.inputs = InputBlock(bounds, device)
+        self.output = OutputBlock(bounds, device)
+        self.state = SlotState.allocate(bounds, device)
+        self.sampler = Sampler.allocate(bounds, device)
+        self.target = ModelMemory(
+            model.attention_layers,
+            bounds,
+            self.state.page_table,
+            self.inputs.slot_of_row,
+            dtype=kv_dtype,
+            group=group,
+            reduce=reduce,
+        )
+
+    def scratch(self) -> dict[str, Tensor]:
+        """What every step rewrites as far as it uses it, by name; a drafter's comes on top."""
+        sampler = self.sampler
+        named = {"sampled": sampler.sampled, "logprob": sampler.logprob}
+        return self.target.scratch() | named | {"output": self.output.block}
+
+    def lasting(self) -> dict[str, Tensor]:
+        """What outlives a step, but for the pools: slot state and token occurrences."""
+        state = {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
+        return state | {"occurrences": self.sampler.occurrences}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor but the pools, by name."""
+        return self.lasting() | self.scratch() | {"inputs": self.inputs.block}

@@ -1,0 +1,33 @@
+"""What a model sees of a step: the runtime's side of `models.contract.ModelStep`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from graphattn._capture import nvtx_ranges
+from graphattn.attention import Attention
+from graphattn.metadata import StepBuffers
+
+
+class ModelStep:
+    """A step of one bucket; `shards` has the metadata of each rank of this process.
+
+    A model can put tensors of its own under a name into `features`: a drafter finds them there
+    after the commit, place by place.
+    """
+
+    def __init__(self, shards: Sequence[StepBuffers], attention: Attention, *, mixed: bool) -> None:
+        self.input_ids = shards[0].input_ids
+        self.positions = shards[0].positions
+        self.logits_token = shards[0].logits_token
+        self.features: dict[str, Tensor] = {}
+        self._shards = shards
+        self._attention = attention
+        self._mixed = mixed
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write K and V, attend over what each token may see; see the contract."""
+        with nvtx_ranges.scope(f"attend.{layer}"):
+            return self._attention.attend(layer, q, k, v, self._shards, mixed=self._mixed)
