@@ -233,3 +233,58 @@ def test_bad_speculation_is_named(model: TinyModel) -> None:
         make_engine(model, speculate=DraftModel(TinyModel(vocab_size=30), 2))
     with pytest.raises(ConfigError, match=r"max_seq_len: wanted at most the draft model's 32"):
         make_engine(model, speculate=DraftModel(TinyModel(max_seq_len=32), 2))
+
+
+class OfferingModel(TinyModel):
+    """Offers its embeddings to a drafter, place by place."""
+
+    def forward(self, step: Any) -> torch.Tensor:
+        logits = super().forward(step)
+        step.features["embedding"] = self.embed(step.input_ids)
+        return logits
+
+
+class FeatureDrafter:
+    """A drafter of the test: it drafts from what the model offered."""
+
+    k = 1
+
+    def resolve(self) -> FeatureDrafter:
+        return self
+
+    def kv_layers(self) -> tuple[()]:
+        return ()
+
+    def open(self, memory: Any, target: Any) -> FeatureDrafter:
+        self.state, self.seen = memory.state, torch.zeros(())
+        self.sizes: list[int] = []
+        return self
+
+    def program(self, bucket: Any) -> FeatureDrafter:
+        self.sizes.append(bucket.tokens)
+        return self
+
+    def remember(self) -> None:
+        """Nothing is needed from before the commit."""
+
+    def run(self, features: Any) -> None:
+        assert features["embedding"].shape[0] in self.sizes
+        self.seen.copy_(features["embedding"].abs().sum())
+        self.state.draft_tokens.fill_(7)
+        self.state.draft_count.fill_(1)
+
+    def pools(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def scratch(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def test_a_drafter_of_ones_own_gets_what_the_model_offers() -> None:
+    model, drafter = OfferingModel(), FeatureDrafter()
+    with make_engine(model, speculate=drafter) as engine:
+        (done,) = engine.generate([[1, 2, 3]], max_new_tokens=12)
+        stats = engine.stats()
+    assert list(done.token_ids) == model.generate([1, 2, 3], 12)
+    assert float(drafter.seen) > 0, "the features were not those of a replay"
+    assert stats.tokens_drafted > 0
