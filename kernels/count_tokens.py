@@ -53,14 +53,13 @@ def _count_kernel(
     else:
         row = tl.arange(0, ROWS)
         row_slot = tl.load(emitted_slot_ptr + row, mask=row < rows, other=-1)
-        mine = row_slot == slot
-        count = tl.load(emitted_count_ptr + row, mask=mine, other=0)
+        i_row = tl.max(tl.where(row_slot == slot, row, -1), 0)  # a slot is in one row at most
+        count = tl.load(emitted_count_ptr + i_row, mask=i_row >= 0, other=0)
         place = tl.arange(0, PLACES)
-        m_emitted = mine[:, None] & (place[None, :] < count[:, None])  # [ROWS, PLACES]
-        p_token = emitted_tokens_ptr + row[:, None] * EMITTED + place[None, :]
-        token = tl.load(p_token, mask=m_emitted, other=0)
+        m_emitted = place < count
+        token = tl.load(emitted_tokens_ptr + i_row * EMITTED + place, mask=m_emitted, other=0)
         # Atomic: a row may emit one token several times.
-        one = tl.full([ROWS, PLACES], 1, tl.int32)
+        one = tl.full([PLACES], 1, tl.int32)
         tl.atomic_add(p_occurrences + token, one, mask=m_emitted, sem="relaxed")
 
 

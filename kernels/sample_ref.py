@@ -79,13 +79,13 @@ def penalised_ref(
     """Logits after the penalties; the penalties are fp32 scalars."""
     penalised = []
     for token, (logit, occurrence) in enumerate(zip(logits, occurrences, strict=True)):
-        x = torch.tensor(logit, dtype=torch.float32)
         emitted = occurrence % PROMPT + drafts.count(token)
         if occurrence >= PROMPT or emitted > 0:
+            x = torch.tensor(logit, dtype=torch.float32)
             x = x / repetition if x > 0 else x * repetition
             penalty = frequency * emitted
-            x = x - (penalty + presence if emitted > 0 else penalty)
-        penalised.append(float(x))
+            logit = float(x - (penalty + presence if emitted > 0 else penalty))
+        penalised.append(logit)
     return penalised
 
 

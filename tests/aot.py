@@ -42,6 +42,7 @@ class Job:
     ]  # every constexpr argument
     num_warps: int = 4
     num_stages: int = 3
+    fp_fusion: bool = True  # may a product and a sum be rounded once
     unaligned: Sequence[str] = ()  # pointers that need not be 16-byte aligned
 
 
@@ -122,7 +123,7 @@ def _compile(job: Job) -> Compiled:
         options={
             "num_warps": job.num_warps,
             "num_stages": job.num_stages,
-            "enable_fp_fusion": True,
+            "enable_fp_fusion": job.fp_fusion,
         },
     )
     cubin = compiled.asm["cubin"]

@@ -90,7 +90,7 @@ class Case:
         ]
 
     def run(self, sample: Sample, device: str = "cpu") -> Result:
-        """Call it; every input stays as it was."""
+        """Call it; what it reads of rows and slots stays as it was."""
         before = [tensor.to(device) for tensor in self.arguments()]
         after = [tensor.clone() if i else tensor for i, tensor in enumerate(before)]
         sample(*after)

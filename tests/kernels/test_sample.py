@@ -228,12 +228,15 @@ def assert_equals_oracle(run: Run, case: Case) -> None:
         if want != have
     ]
     margins = place_margins(case) if close else []
+    # In half-ulps: the argument of each exp, up to 32; the exp; a sum in lanes of 64 (small
+    # vocabularies) to 4,096, and over the lanes. Then a log and two differences.
+    vocab = case.logits.shape[1]
+    error = (32 + 4 + max(vocab // 4096, 5) + 12) * 2.0**-24
     assert all(margins[place] <= MARGIN for place in close), close
     assert len(close) <= 1
     for place, (want, have) in enumerate(zip(expected.logprob, got.logprob, strict=True)):
         if place not in close:
-            # Sum of up to 1,000 terms in fp32, its log, and two subtractions.
-            assert have == pytest.approx(want, abs=2.0**-20 + 2.0**-22 * abs(want), nan_ok=True)
+            assert have == pytest.approx(want, abs=error + 2.0**-22 * abs(want), nan_ok=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -373,9 +376,11 @@ def test_kept_tokens(request_: Request, kept: set[int]) -> None:
     ids=str,
 )
 def test_kept_tokens_of_the_kernel(request_: Request, kept: set[int]) -> None:
-    """Probabilities of 0.13 and more."""
+    """Probabilities of 0.13 and more, and a seed that soon draws them all."""
     levels = [value for level in LEVELS for value in (level, -math.inf)]
-    assert drawn(run_triton, levels, request_, 16) == {2 * token for token in kept}
+    assert drawn(run_triton, levels, replace(request_, seed=(7, 0)), 8) == {
+        2 * token for token in kept
+    }
 
 
 @each_implementation
@@ -384,8 +389,8 @@ def test_neighbours_in_value_are_told_apart(run: Run) -> None:
     """The threshold is one value, not a range: the next smaller fp32 goes."""
     below = float(np.nextafter(np.float32(1.0), np.float32(0.0)))
     levels = [0.5] * 50 + [1.25, 1.0, below, 1.0, below]
-    assert drawn(run, levels, Request(top_k=3), 12) == {50, 51, 53}
-    assert drawn(run, levels, Request(top_k=4), 8) & {52, 54}
+    assert drawn(run, levels, Request(top_k=3, seed=(7, 0)), 8) == {50, 51, 53}
+    assert drawn(run, levels, Request(top_k=4, seed=(7, 0)), 4) & {52, 54}
 
 
 # The distribution

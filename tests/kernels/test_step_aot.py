@@ -8,8 +8,17 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from graphattn.kernels.ops import COLDEST, IN_PROMPT
 from tests.aot import ARCHS, Compiled, Job, compile_all
 
+FP32 = {
+    "temperature_ptr",
+    "top_p_ptr",
+    "repetition_penalty_ptr",
+    "presence_penalty_ptr",
+    "frequency_penalty_ptr",
+    "logprob_ptr",
+}
 INT64 = {"input_ids_ptr", "positions_ptr", "kv_slot_ptr", "logits_token_ptr"}
 SHARD = {"DCP_SIZE": 4, "DCP_RANK": 1, "INTERLEAVE": 16}
 LISTS = {"MAX_SPLITS": 16, "PREFILL_BLOCK": 16, "ROWS": 1024}
@@ -24,15 +33,19 @@ class Kernel:
 
     module: str
     name: str
-    constants: Mapping[str, int | tuple[int, ...]]
+    constants: Mapping[str, int | float | tuple[int, ...]]
     registers: int
     num_warps: int = 4
+    fp_fusion: bool = True
     types: Mapping[str, str] = field(default_factory=dict)
 
     def job(self, arch: str) -> Job:
         function = getattr(importlib.import_module(f"graphattn.kernels.{self.module}"), self.name)
         pointers = [name for name in function.arg_names if name.endswith("_ptr")]
-        types = {name: "*i64" if name in INT64 else "*i32" for name in pointers}
+        types = {
+            name: "*i64" if name in INT64 else "*fp32" if name in FP32 else "*i32"
+            for name in pointers
+        }
         return Job(
             self.module,
             self.name,
@@ -40,6 +53,7 @@ class Kernel:
             types | dict(self.types),
             self.constants,
             num_warps=self.num_warps,
+            fp_fusion=self.fp_fusion,
         )
 
 
@@ -100,6 +114,38 @@ KERNELS = {
         "_ngram_draft_kernel",
         {"MAX_MATCH": 4, "MAX_DRAFTS": 8, "PLACES": 8, "BLOCK": 4096},
         registers=80,
+        num_warps=8,
+    ),
+    **{
+        f"sample-{dtype}": Kernel(
+            "sample",
+            "_sample_kernel",
+            {
+                "UNIT": 16,
+                "IN_PROMPT": IN_PROMPT,
+                "COLDEST": COLDEST,
+                "ROWS": 1024,
+                "BLOCK": 4096,
+            },
+            registers=128,  # 512 threads have no more
+            num_warps=16,
+            fp_fusion=False,
+            types={"logits_ptr": f"*{dtype}"},
+        )
+        for dtype in ("fp32", "bf16")
+    },
+    "count": Kernel(
+        "count_tokens",
+        "_count_kernel",
+        {
+            "UNIT": 16,
+            "IN_PROMPT": IN_PROMPT,
+            "EMITTED": 9,
+            "ROWS": 1024,
+            "PLACES": 16,
+            "BLOCK": 4096,
+        },
+        registers=64,
         num_warps=8,
     ),
     "scale": partial_kernel("scale_partial", "scale_kernel", 48, SHARES | {"RANKS": 8}),
