@@ -227,6 +227,21 @@ def test_acceptance_on_a_cycle() -> None:
         assert (request.drafted, request.accepted) == (18, 18)
 
 
+def test_a_chunk_may_leave_one_token_of_a_prompt() -> None:
+    """Its slot then looks like one that decodes, and is given drafts; the row has no place for
+    them."""
+    with make_engine(CyclicModel(), speculate=NGram(4), run_ahead=1, max_tokens=20) as engine:
+        request = engine.submit(cycle(0, 21), max_new_tokens=11)
+        engine.step()
+        assert engine._memory.state.draft_count[0] == 4
+        while engine.busy:
+            engine.step()
+            engine.poll()
+        assert request.token_ids == cycle(21, 11)
+        assert engine.stats().steps == 2 + 2
+        assert (request.drafted, request.accepted) == (8, 8)
+
+
 def test_acceptance_of_a_model(model: TinyModel) -> None:
     """A regression value: elsewhere acceptance fell to nothing while the text stayed right."""
     with make_engine(model, speculate=NGram(3), run_ahead=1) as engine:
