@@ -89,7 +89,7 @@ def _penalise(
     frequency: np.float32,
 ) -> Floats:
     """Penalised logits [V] of a place whose row has accepted `drafts` before it."""
-    token = np.union1d(np.flatnonzero(occurrences), drafts)
+    token = np.union1d(np.flatnonzero(occurrences != 0), drafts)
     emitted = (occurrences[token] % IN_PROMPT + (token[:, None] == drafts).sum(1)).astype("f4")
     x = logits[token]
     penalised = logits.copy()
@@ -104,7 +104,11 @@ def _scale(x: Floats, temperature: np.float32) -> Floats:
     largest = x.max()
     inverse = np.float32(1) / np.maximum(temperature, np.float32(COLDEST))
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.where(x == largest, np.float32(0), (x - largest) * inverse)
+        scaled: Floats = x - largest
+        scaled *= inverse
+    if np.isinf(largest):
+        scaled[x == largest] = 0
+    return scaled
 
 
 def _keep(x: Floats, top_k: int, top_p: float) -> Tokens:
@@ -114,7 +118,7 @@ def _keep(x: Floats, top_k: int, top_p: float) -> Tokens:
         threshold = np.partition(x, -top_k)[-top_k]
     kept = np.flatnonzero(x >= threshold)
     if top_p < 1:
-        descending = -np.sort(-x[kept])
+        descending = np.sort(x[kept])[::-1]
         mass = np.cumsum(np.exp(descending), dtype=np.float64)
         last = np.searchsorted(mass, top_p * mass[-1])  # the first with at least top_p
         kept = kept[x[kept] >= descending[last]]
