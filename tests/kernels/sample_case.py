@@ -1,17 +1,28 @@
-"""A call of `sample`: what a request asks for, per slot, and the places of each row."""
+"""A call of `sample`: what a request asks for, per slot, and the places of each row; and the
+implementations under test."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 
+import graphattn.kernels.sample as sample_triton
+from graphattn.kernels import ops
 from graphattn.kernels.ops import IN_PROMPT
 
 Sample = Callable[..., None]
 UNTOUCHED = 2**31 - 1
+TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # cpu: the interpreter
+
+# Noise in fp32 against float64. E = -log(1 - w) is at least w * (1 - 2**-25), so a few roundings
+# are a relative error of 2**-21 at most, and as much of an absolute one of g = -log(E); |g| < 32,
+# so each of up to four roundings of g, x + g and their parts adds half an ulp of 32.
+GUMBEL_ERROR = 2.0**-21 + 2 * 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -103,3 +114,25 @@ def one_row_each(logits: Tensor, requests: Sequence[Request]) -> Case:
     """Request i decodes in row i with logits[i], and has no drafts."""
     rows = range(len(requests))
     return Case(logits, requests, list(rows), [1 for _ in rows], [1 for _ in rows])
+
+
+Run = Callable[[Case], Result]
+
+
+def run_cpu(case: Case) -> Result:
+    """Through the op."""
+    return case.run(ops.sample)
+
+
+def run_triton(case: Case) -> Result:
+    """In blocks so small that small vocabularies take several iterations too."""
+    with patch.object(sample_triton, "BLOCK", 64):
+        return case.run(sample_triton.sample, TRITON_DEVICE)
+
+
+each_implementation = pytest.mark.parametrize("run", [run_cpu, run_triton], ids=["cpu", "triton"])
+
+
+def random_logits(shape: tuple[int, int], seed: int, spread: float = 2.0) -> Tensor:
+    """Normal, with that standard deviation."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * spread
