@@ -196,6 +196,7 @@ def _facts(config: EngineConfig, model: StepModel) -> dict[str, str]:
         "reduce": dcp.reduce,
         "buckets": ", ".join(bucket.name for bucket in config.buckets),
         "backend": config.backend,
+        "speculate": type(config.speculate).__name__,
         "run_ahead": str(config.run_ahead),
         "model": type(model).__name__,
         "attention layers": str([replace(x, sinks=None) for x in model.attention_layers]),

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphattn.bounds import Bounds
-from graphattn.errors import QueueFullError
+from graphattn.errors import QueueFullError, wrong
 from graphattn.inputs import Admission, Sampling, StepInputs
 from graphattn.pages import PageAllocator
 from graphattn.request import Event, FinishReason, Request
@@ -115,13 +115,20 @@ class Scheduler:
         self._queue.append(request)
 
     def cancel(self, request: Request) -> Event | None:
-        """End a request now; None when it had ended already."""
+        """End a request now; None when it had ended already.
+
+        Raises `ConfigError` for a request of another engine.
+        """
         if request.finished:
             return None
         if request in self._queue:
             self._queue.remove(request)
         else:
-            seat = next(s for s in self._seats.values() if s.request is request)
+            seat = next((s for s in self._seats.values() if s.request is request), None)
+            if seat is None:
+                raise wrong(
+                    "request", "a request of this engine", request, "Keep what submit gave."
+                )
             self._vacate(seat)
         request.finish_reason = FinishReason.CANCELLED
         return Event(request, (), (), True, FinishReason.CANCELLED)

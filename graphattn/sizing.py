@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 
 from graphattn.attention import check_layers
 from graphattn.bounds import Bounds, tokens_in_shard
@@ -141,8 +142,17 @@ def resolve_measured(options: Options, model: StepModel, stream: Stream) -> Engi
     peak = _peak_bytes(model, config, stream)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(config.device)
-    budget = int(free * GPU_MEMORY_SHARE - peak * ACTIVATION_MARGIN)
+    budget = _smallest(int(free * GPU_MEMORY_SHARE - peak * ACTIVATION_MARGIN), config.dcp)
     return resolve(replace(options, memory_budget=budget), model)
+
+
+def _smallest(budget: int, dcp: DCP | None) -> int:
+    """Of the ranks' budgets: page ids serve every rank, so the pools must be equal."""
+    if dcp is None or not isinstance(dcp.group, dist.ProcessGroup):
+        return budget
+    budgets = [budget] * dcp.size
+    dist.all_gather_object(budgets, budget, group=dcp.group)
+    return min(budgets)
 
 
 def _peak_bytes(model: StepModel, config: EngineConfig, stream: Stream) -> int:

@@ -153,6 +153,14 @@ def test_params_and_keywords_do_not_mix(engine: Any) -> None:
         engine.submit([1], temprature=1)
 
 
+def test_a_request_of_another_engine_cannot_be_cancelled(engine: Any) -> None:
+    with make_engine(TinyModel()) as other:
+        foreign = other.submit([1], max_new_tokens=3)
+        with pytest.raises(ConfigError, match="request: wanted a request of this engine"):
+            engine.cancel(foreign)
+        assert not foreign.finished
+
+
 def test_the_queue_is_bounded_and_a_refused_request_can_be_submitted_later() -> None:
     with make_engine(TinyModel(), max_queue=2) as engine:
         kept = [engine.submit([i], max_new_tokens=2) for i in range(2)]
