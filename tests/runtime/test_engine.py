@@ -154,6 +154,17 @@ def test_one_capture_serves_every_length_up_to_the_maximum() -> None:
         assert list(done.token_ids) == model.generate([3], 199)
 
 
+def test_the_largest_bucket_full_of_the_longest_sequences() -> None:
+    """Every index buffer at its bound: all slots prefill max_seq_len - 1 tokens in one step."""
+    model = TinyModel()
+    texts = [[(7 * i + slot) % 61 for i in range(95)] for slot in range(4)]
+    with make_engine(model, max_tokens=4 * 95) as engine:
+        done = engine.generate(texts, max_new_tokens=9)
+        assert [list(c.token_ids) for c in done] == [model.generate(p, 9) for p in texts]
+        assert all(len(c.token_ids) == 1 for c in done)
+        assert engine.stats().steps == 1
+
+
 @pytest.mark.parametrize("live", range(1, 10))
 def test_every_live_count_in_every_bucket(live: int) -> None:
     model = TinyModel(windows=(0,))
