@@ -24,7 +24,7 @@ from graphattn.text import encode, load
 from profiles.record import RESULTS, append, context
 
 PROMPT = "Repeat this line ten times, exactly: the quick brown fox jumps over the lazy dog."
-NEW_TOKENS, PAIRS, DRAFTS = 96, 7, (3, 5)
+NEW_TOKENS, PAIRS, DRAFTS = 64, 3, (3, 5)
 
 
 @dataclass(frozen=True, slots=True)
