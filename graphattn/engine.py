@@ -194,8 +194,8 @@ class Engine:
             if not self.step():
                 self._outputs.wait()
             self._read_landed()
-        own = set(map(id, requests))
-        self._events = deque(e for e in self._events if id(e.request) not in own)
+        own = set(requests)
+        self._events = deque(e for e in self._events if e.request not in own)
         return [completion(request) for request in requests]
 
     def cancel(self, request: Request) -> bool:

@@ -89,9 +89,8 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         raise wrong("page_size", "a power of two", page_size, "Use 16, 32, 64 or 128.")
     run_ahead = _count("run_ahead", options.run_ahead, "1 to 4", at_most=4)
     max_queue = _count("max_queue", options.max_queue, "the number of requests that may wait")
-    for name in ("prepack",):
-        if not isinstance(getattr(options, name), bool):
-            raise wrong(name, "True or False", getattr(options, name), "Pass a bool.")
+    if not isinstance(options.prepack, bool):
+        raise wrong("prepack", "True or False", options.prepack, "Pass a bool.")
     speculate = _speculation(options.speculate)
     drafts = 0 if speculate is None else speculate.k
     per_page = page_bytes(layers, page_size, model.dtype)
