@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
-# NumPy knows no bfloat16; bits move as integers of the same size.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from .layout import BITS
 
 
 def kv_write(k: Tensor, v: Tensor, kv_slot: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
@@ -16,6 +14,6 @@ def kv_write(k: Tensor, v: Tensor, kv_slot: Tensor, k_pool: Tensor, v_pool: Tens
     written = slot >= 0
     page, offset = np.divmod(slot[written], k_pool.shape[2])
     for x, pool in ((k, k_pool), (v, v_pool)):
-        bits = _BITS[pool.element_size()]
+        bits = BITS[pool.element_size()]
         values = x.to(pool.dtype).view(bits).numpy()
         pool.view(bits).numpy()[page, :, offset] = values[written]

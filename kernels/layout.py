@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# NumPy knows no bfloat16: bits move as integers of the same size, by the bytes of an element.
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def check_contiguous(dtype: torch.dtype, **tensors: Tensor) -> None:
     """Raise `ValueError` that names the first tensor not contiguous or not of `dtype`."""

@@ -174,6 +174,11 @@ class Budget:
 
     @staticmethod
     def of(case: Case) -> Budget:
+        a = case.args
+        return Budget.for_entries(case.setting, a, keys=a["k_pool"], values=a["v_pool"])
+
+    @staticmethod
+    def for_entries(s: Setting, args: dict[str, Any], keys: Tensor, values: Tensor) -> Budget:
         """From the arithmetic of the kernels.
 
         fp32 has unit roundoff u; tensor cores truncate instead. A score is a dot of D products, so
@@ -182,10 +187,10 @@ class Budget:
         adds N u. The store rounds to the KV dtype: half an ulp on a GPU, where the weights of the
         second dot are rounded too, and one ulp in the interpreter, which truncates.
         """
-        s, on_gpu = case.setting, case.args["q"].is_cuda
+        on_gpu = args["q"].is_cuda
         u = 2.0**-23 if on_gpu else 2.0**-24
-        q, k, v = (case.args[name].double().nan_to_num(0.0) for name in ("q", "k_pool", "v_pool"))
-        positions = int((case.args["visible_end"] - case.args["visible_start"]).max().clamp(min=1))
+        q, k, v = (x.double().nan_to_num(0.0) for x in (args["q"], keys, values))
+        positions = int((args["visible_end"] - args["visible_start"]).max().clamp(min=1))
         score = s.scale * float(q.norm(dim=-1).max() * k.norm(dim=-1).max())
         lse = (s.dim + 16) * u * (score + s.softcap) + (positions + 16) * u
         out = 2 * lse * float(v.abs().max())

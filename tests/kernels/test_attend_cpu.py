@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphattn.bounds import local_length
-from graphattn.kernels import attend_cpu, ops
+from graphattn.kernels import attend_plan_cpu, ops
 
 _POISON = 2**30  # a page id that no pool has
 _NAN = math.nan
@@ -190,11 +190,11 @@ def test_against_float64(case: Case, rows: tuple[tuple[int, int, int], ...]) -> 
 
 def test_chunks_of_a_long_context(monkeypatch: pytest.MonkeyPatch) -> None:
     """The online softmax over many chunks, with chunks that some queries do not see at all."""
-    monkeypatch.setattr(attend_cpu, "_MAX_ELEMENTS", 1)  # a chunk is a page
-    attend_cpu._plan.cache_clear()
+    monkeypatch.setattr(attend_plan_cpu, "_MAX_ELEMENTS", 1)  # a chunk is a page
+    attend_plan_cpu._plan.cache_clear()
     for window in (0, 20):
         check(Case(((0, 70, 70), (150, 1, 1), (33, 5, 4)), page_size=8, window=window))
-    attend_cpu._plan.cache_clear()
+    attend_plan_cpu._plan.cache_clear()
 
 
 def test_equal_in_a_batch_of_any_spans() -> None:
@@ -202,10 +202,10 @@ def test_equal_in_a_batch_of_any_spans() -> None:
     case = Case(((700, 1, 1), (0, 1, 1), (690, 1, 1), (3, 1, 1)), page_size=64)
     check(case)
     meta = metadata(case, list(range(32)))
-    items = attend_cpu._items(
+    items = attend_plan_cpu._items(
         meta.query_start.tolist(), meta.visible_start.numpy(), meta.visible_end.numpy()
     )
-    groups = [[i.row for i in group] for group in attend_cpu._grouped(items, max_places=1000)]
+    groups = [[i.row for i in group] for group in attend_plan_cpu._grouped(items, max_places=1000)]
     assert groups == [[0, 2], [3, 1]]
 
 

@@ -1,0 +1,17 @@
+"""Latent write on the CPU: one indexed assignment of NumPy, as in `kv_write_cpu`."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from .layout import BITS
+
+
+def latent_write(latent: Tensor, kv_slot: Tensor, pool: Tensor) -> None:
+    """CPU implementation of `ops.latent_write`; see there. Strided pools are accepted."""
+    slot, bits = kv_slot.numpy(), BITS[pool.element_size()]
+    written = slot >= 0
+    page, offset = np.divmod(slot[written], pool.shape[1])
+    values = latent.to(pool.dtype).view(bits).numpy()
+    pool.view(bits).numpy()[page, offset] = values[written]
