@@ -174,6 +174,33 @@ sinks: out 0 and lse = sink), as have all places past query_start[B] (those alwa
 Nothing is loaded for an empty range; entries of K or V outside visible ranges may be NaN.
 """
 
+latent_write = _define("latent_write", "Tensor latent, Tensor kv_slot, Tensor(a!) pool")
+"""Write the latents of this step's tokens into the pool.
+
+latent [T, D] (any row stride, contiguous last dimension), kv_slot [T] int64, pool
+[num_pages, page_size, D] with a contiguous last dimension. Token t goes to page
+kv_slot[t] // page_size, offset kv_slot[t] % page_size; -1 writes nothing.
+"""
+
+attend_latent = _define(
+    "attend_latent",
+    "Tensor q, Tensor pool, Tensor page_table, Tensor slot_of_row, "
+    "Tensor query_start, Tensor visible_start, Tensor visible_end, "
+    "Tensor row_begin, Tensor row_end, Tensor row_chunk, Tensor row_splits, "
+    "Tensor decode_items, Tensor decode_count, Tensor? prefill_items, Tensor? prefill_count, "
+    "Tensor(a!) partial_out, Tensor(b!) partial_lse, Tensor(c!) out, Tensor(d!) lse, "
+    "float scale, int decode_query_len, int prefill_block",
+)
+"""Attention over latents (MLA with W_UK and W_UV absorbed): one entry is K and V of every head.
+
+q [T, Hq, D] (any outer strides), pool [num_pages, page_size, D]; with Dv = out.shape[2] < D, K of
+an entry is all of it and V its first Dv values (the compressed KV; the rotated rope key follows).
+Scores are scale * (q . entry). out [T, Hq, Dv] in q's dtype, partial_out
+[B, S, decode_query_len, Hq, Dv], partial_lse and lse as in `attend`, Hq from 1 to 128. All else is
+`attend` without soft-cap and sinks: an empty range has out exactly 0 and lse -inf, both written,
+nothing is loaded for it, and entries outside visible ranges may be NaN.
+"""
+
 greedy = _define("greedy", "Tensor logits, Tensor(a!) sampled")
 """sampled[L] = index of the largest of logits[L, V] (lowest on ties); fp32, bf16 or fp16 with a
 contiguous last dimension and any row stride.
