@@ -17,3 +17,14 @@ def check_contiguous(dtype: torch.dtype, **tensors: Tensor) -> None:
                 f"{name}: wanted contiguous {dtype}, "
                 f"got {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
             )
+
+
+def check_rows(dtype: torch.dtype, **tensors: Tensor) -> None:
+    """Raise `ValueError` that names the first tensor not of `dtype` or whose rows [n, m] are not
+    contiguous one by one."""
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype or tensor.dim() != 2 or tensor.stride(1) != 1:
+            raise ValueError(
+                f"{name}: wanted {dtype} in contiguous rows, "
+                f"got {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+            )

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .dcp_math import local_length, local_position, owner
-from .layout import check_contiguous
+from .layout import check_contiguous, check_rows
 from .prepare_items import fill_tail, item_kernel
 
 BLOCK = 512  # places of one vector
@@ -105,7 +105,7 @@ def _scan_kernel(
         tl.store(decode_count_ptr + g, tl.sum(splits, 0))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_logits", "max_seq_len", "width"])
+@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_logits", "history_stride", "width"])
 def _place_kernel(
     slot_of_row_ptr,
     context_len_ptr,
@@ -127,7 +127,7 @@ def _place_kernel(
     num_rows,
     num_tokens,
     num_logits,
-    max_seq_len,
+    history_stride,
     width,
     WINDOWS: tl.constexpr,
     MAX_DRAFTS: tl.constexpr,
@@ -154,7 +154,7 @@ def _place_kernel(
         t = start + j
         m_history = m_token & (p < seq)
         m_draft = m_token & (p >= seq)
-        token = tl.load(history_ptr + slot * max_seq_len + p, mask=m_history, other=0)
+        token = tl.load(history_ptr + slot * history_stride + p, mask=m_history, other=0)
         o_draft = slot * max(MAX_DRAFTS, 1) + p - seq
         token += tl.load(draft_tokens_ptr + o_draft, mask=m_draft, other=0)
         c = local_position(p, DCP_SIZE, INTERLEAVE)
@@ -238,7 +238,8 @@ def prepare(
 ) -> None:
     """Derive tokens, visible ranges, logits places and work lists of a step.
 
-    Raises `ValueError` that names a tensor of another dtype or not contiguous.
+    Raises `ValueError` that names a tensor of another dtype or not contiguous; `history` can have
+    any row stride.
     """
     check_contiguous(
         torch.int32,
@@ -248,7 +249,6 @@ def prepare(
         seq_len=seq_len,
         prompt_len=prompt_len,
         finish=finish,
-        history=history,
         draft_tokens=draft_tokens,
         draft_count=draft_count,
         page_table=page_table,
@@ -275,6 +275,7 @@ def prepare(
         kv_slot=kv_slot,
         logits_token=logits_token,
     )
+    check_rows(torch.int32, history=history)
     num_rows = slot_of_row.shape[0]
     max_seq_len = history.shape[1]
     rows = triton.next_power_of_2(num_rows)
@@ -331,7 +332,7 @@ def prepare(
         num_rows,
         input_ids.shape[0],
         logits_token.shape[0],
-        max_seq_len,
+        history.stride(0),
         page_table.shape[1],
         WINDOWS=tuple(windows),
         MAX_DRAFTS=max_drafts,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.functional import pad
 
 from graphattn import bounds
 from graphattn.kernels import ops
@@ -52,6 +53,7 @@ class Config:
     chunk: int = 8
     max_splits: int = 4
     prefill_block: int = 8
+    history_begins: int = 0  # columns before the history that a place reads
 
     @property
     def pages(self) -> int:
@@ -92,6 +94,8 @@ class Step:
         """Run `prepare` on copies of everything."""
         inputs = {name: tensor.to(device, copy=True) for name, tensor in self.inputs.items()}
         outputs = {name: tensor.to(device, copy=True) for name, tensor in self.outputs.items()}
+        if begins := self.config.history_begins:
+            inputs["history"] = pad(inputs["history"], (begins, 0), value=HUGE)[:, begins:]
         prepare(*inputs.values(), *outputs.values(), *self.config.integers)
         for name, tensor in inputs.items():
             assert torch.equal(tensor.cpu(), self.inputs[name]), f"{name} was written"
@@ -226,6 +230,7 @@ def steps(draw: st.DrawFn) -> Step:
         chunk=draw(st.sampled_from([4, 8])),
         max_splits=draw(st.integers(1, 4)),
         prefill_block=draw(st.sampled_from([1, 4, 16])),
+        history_begins=draw(st.sampled_from([0, 1, 3])),
     )
     return make_step(config, rows, seed=draw(st.integers(0, 2**16)))
 

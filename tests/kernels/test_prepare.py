@@ -252,6 +252,24 @@ def test_a_full_batch_that_is_no_power_of_two(run: Run) -> None:
     assert_same(run(step), step.run(prepare_ref))
 
 
+@each_implementation
+def test_a_history_can_be_columns_of_a_wider_one(run: Run) -> None:
+    """A module that predicts ahead pairs position p with token p + i: rows begin i columns later."""
+    config = Config(batch=2, tokens=4, max_seq_len=9, history_begins=2)
+    step = make_step(config, [chunk(1, 3, 3, 9)])
+    step.inputs["history"] = torch.arange(18, dtype=torch.int32).view(2, 9)
+    step = run(step)
+    assert step.input_ids.tolist() == [9 + 3, 9 + 4, 9 + 5, 0]
+    assert step.positions.tolist() == [3, 4, 5, 0]
+
+
+def test_a_history_of_scattered_rows_is_refused() -> None:
+    step = make_step(Config(batch=2, tokens=4, max_seq_len=9), [decode(0, 5)])
+    args = {**step.inputs, **step.outputs, "history": step.inputs["history"].T.contiguous().T}
+    with pytest.raises(ValueError, match=r"history: wanted torch.int32 in contiguous rows"):
+        prepare_triton(*args.values(), *step.config.integers)
+
+
 def test_scattered_buffers_are_refused() -> None:
     """The kernels address visible ranges of group g at g * T, whatever the buffer's strides."""
     step = make_step(Config(batch=1, tokens=4, max_seq_len=8, windows=(0, 3)), [decode(0, 5)])
