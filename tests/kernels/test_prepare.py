@@ -254,7 +254,7 @@ def test_a_full_batch_that_is_no_power_of_two(run: Run) -> None:
 
 @each_implementation
 def test_a_history_can_be_columns_of_a_wider_one(run: Run) -> None:
-    """A module that predicts ahead pairs position p with token p + i: rows begin i columns later."""
+    """A module that predicts ahead reads token p + i at position p: rows begin i columns later."""
     config = Config(batch=2, tokens=4, max_seq_len=9, history_begins=2)
     step = make_step(config, [chunk(1, 3, 3, 9)])
     step.inputs["history"] = torch.arange(18, dtype=torch.int32).view(2, 9)
