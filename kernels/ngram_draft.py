@@ -67,10 +67,10 @@ def _ngram_draft_kernel(
         longest = tl.where(longer, best // BLOCK, longest)
         last -= BLOCK
 
-    count = tl.where(longest > 0, tl.minimum(room, seq - latest), 0)
+    count = tl.where(longest > 0, room, 0)
     i = tl.arange(0, PLACES)
     m_draft = i < count
-    draft = tl.load(p_history + latest + i, mask=m_draft, other=0)
+    draft = tl.load(p_history + latest + i % tl.maximum(seq - latest, 1), mask=m_draft, other=0)
     tl.store(draft_tokens_ptr + i_slot * MAX_DRAFTS + i, draft, mask=m_draft)
     tl.store(draft_count_ptr + i_slot, count)
 

@@ -46,6 +46,6 @@ def ngram_draft(
         length = int(lengths[slot])
         end = _latest_match(tokens[slot, :length], min_match, max_match)
         if end > 0:
-            count = min(int(room[slot]), length - end)
-            drafts[slot, :count] = tokens[slot, end : end + count]
+            count = int(room[slot])
+            drafts[slot, :count] = tokens[slot, end + np.arange(count) % (length - end)]
             counts[slot] = count

@@ -31,12 +31,12 @@ def ngram_draft_ref(
         length = int(seq_len[slot])
         if int(finish[slot]) != 0 or int(context_len[slot]) != length - 1:
             continue
-        for i, token in enumerate(_continuation(row[:length], min_match, max_match)):
-            if i == draft_tokens.shape[1]:
-                break
+        follows = _continuation(row[:length], min_match, max_match)
+        for i in range(draft_tokens.shape[1] if follows else 0):
             # Drafts have a place in the history, and the last place before the stop is left to
             # the token that is emitted after them.
             if length + i >= len(row) or length + i + 1 >= int(stop_len[slot]):
                 break
-            draft_tokens[slot, i] = token
+            draft_tokens[slot, i] = follows[i]
+            follows.append(follows[i])
             draft_count[slot] = i + 1

@@ -340,7 +340,8 @@ ngram_draft = _define(
 By slot, for the K = draft_tokens.shape[1] places: a slot with finish == 0 and context_len ==
 seq_len - 1 (it decodes) looks, for n = max_match down to min_match (n < seq_len), for the largest
 start j < seq_len - n with history[j : j + n] == history[seq_len - n : seq_len]. At the first n with
-a match, draft_count = min(K, seq_len - (j + n), stop_len - seq_len - 1, max_seq_len - seq_len)
-clamped at 0 and draft_tokens[: draft_count] = history[j + n : j + n + draft_count]. Every other
-slot has draft_count 0. draft_tokens past the count are left as they are.
+a match, draft_count = min(K, stop_len - seq_len - 1, max_seq_len - seq_len) clamped at 0 and
+draft_tokens[i] = history[j + n + i % (seq_len - (j + n))] for i < draft_count: an occurrence that
+overlaps the tail goes on with its own period. Every other slot has draft_count 0. draft_tokens past
+the count are left as they are.
 """
