@@ -4,7 +4,8 @@ from graphattn._capture.errors import CaptureError
 from graphattn.capturing import capture
 from graphattn.config import Bucket
 from graphattn.dcp import DCP
-from graphattn.draft import DraftModel, NGram
+from graphattn.draft import NGram
+from graphattn.draft_model import DraftModel
 from graphattn.engine import Engine
 from graphattn.errors import (
     ConfigError,

@@ -57,7 +57,7 @@ class Checkup:
             for name, pool in memory.target.pools().items()
         }
         self._places: list[Tensor] = []  # KV slots that the eager run wrote, by shard
-        self._watched: dict[str, Tensor] = {}
+        self._watched = {} if drafter is None else drafter.lasting()
         self._choose(config.buckets.decode[0])
         drafter_scratch = {} if drafter is None else drafter.scratch()
         self._spoiled = [*memory.scratch().values(), *drafter_scratch.values()]

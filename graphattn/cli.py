@@ -151,7 +151,8 @@ def _params(arguments: argparse.Namespace, count: int) -> list[SamplingParams]:
 
 def _speculation(text: str | None, loaded: Loaded) -> Speculation | None:
     """`ngram:K` or `draft:FOLDER:K`, the draft model on the device of the target."""
-    from graphattn.draft import DraftModel, NGram
+    from graphattn.draft import NGram
+    from graphattn.draft_model import DraftModel
     from graphattn.text import load
 
     if text is None:

@@ -91,7 +91,7 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
     max_queue = _count("max_queue", options.max_queue, "the number of requests that may wait")
     if not isinstance(options.prepack, bool):
         raise wrong("prepack", "True or False", options.prepack, "Pass a bool.")
-    speculate = _speculation(options.speculate)
+    speculate = _speculation(options.speculate, model)
     drafts = 0 if speculate is None else speculate.k
     per_page = page_bytes(layers, page_size, model.dtype)
     if speculate is not None:
@@ -142,7 +142,7 @@ def resolve_measured(options: Options, model: StepModel, stream: Stream) -> Engi
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(config.device)
     budget = _smallest(int(free * GPU_MEMORY_SHARE - peak * ACTIVATION_MARGIN), config.dcp)
-    return resolve(replace(options, memory_budget=budget), model)
+    return resolve(replace(options, memory_budget=budget, speculate=config.speculate), model)
 
 
 def _smallest(budget: int, dcp: DCP | None) -> int:
@@ -198,9 +198,9 @@ def _parallel(dcp: DCP | None) -> tuple[int, int]:
     return dcp.size, dcp.interleave
 
 
-def _speculation(speculate: Speculation | None) -> Speculation | None:
+def _speculation(speculate: Speculation | None, model: StepModel) -> Speculation | None:
     if speculate is None or all(hasattr(speculate, n) for n in ("k", "resolve", "open")):
-        return None if speculate is None else speculate.resolve()
+        return None if speculate is None else speculate.resolve(model)
     raise wrong(
         "speculate",
         "graphattn.NGram(k), graphattn.DraftModel(model, k) or None",

@@ -30,7 +30,10 @@ FLOW = [
     "verify",
     "memory",
     "view",
+    "drafting",
     "draft",
+    "draft_model",
+    "mtp",
     "step",
     "request",
     "scheduler",
@@ -48,7 +51,7 @@ FLOW = [
 ]
 DOOR = "__init__"  # the public door imports what it likes
 CLIENTS = {"text", "demo", "cli", "__main__"}  # they use the engine: tokens are theirs
-MODEL_USERS = {"models", "capturing", "engine", "lockstep", "draft"} | CLIENTS
+MODEL_USERS = {"models", "capturing", "engine", "lockstep", "draft_model", "mtp"} | CLIENTS
 
 KERNELS = sorted(ROOT.glob("kernels/**/*.py"))
 LEAVES = [*KERNELS, *sorted(ROOT.glob("capture/**/*.py"))]

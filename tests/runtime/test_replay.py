@@ -8,7 +8,8 @@ import resource
 import pytest
 import torch
 
-from graphattn.draft import DraftModel, NGram, Speculation
+from graphattn.draft import NGram, Speculation
+from graphattn.draft_model import DraftModel
 from graphattn.engine import Engine
 from tests.runtime.serving import make_engine, prompts, serve
 from tests.runtime.tiny_model import TinyModel

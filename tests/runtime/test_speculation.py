@@ -249,7 +249,7 @@ class FeatureDrafter:
 
     k = 1
 
-    def resolve(self) -> FeatureDrafter:
+    def resolve(self, target: Any) -> FeatureDrafter:
         return self
 
     def kv_layers(self) -> tuple[()]:
@@ -277,6 +277,9 @@ class FeatureDrafter:
         return {}
 
     def scratch(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def lasting(self) -> dict[str, torch.Tensor]:
         return {}
 
 
