@@ -31,6 +31,8 @@ class CudaGraph(Graph):
     `cuda` is `torch.cuda`, or what stands for it in a test.
     """
 
+    collects_garbage = True
+
     def __init__(
         self,
         name: str,

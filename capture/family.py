@@ -52,7 +52,7 @@ def capture_family(
         backend, device=device, stream=stream, untouched=tuple(untouched), packed=packed
     )
     try:
-        with gc_paused(), random_state_preserved(device):
+        with gc_paused(collect=backend == "cuda"), random_state_preserved(device):
             _warm(programs, backend=backend, stream=stream, untouched=untouched)
             for name, program in programs.items():
                 graphs[name] = make(name)

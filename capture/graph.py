@@ -56,6 +56,8 @@ class Graph(ABC):
     and a replay overwrites the intermediates (not the outputs) of the others.
     """
 
+    collects_garbage = False  # before its capture; costs a third of a second in a large process
+
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = GraphState.NEW
@@ -73,7 +75,7 @@ class Graph(ABC):
         self.state = GraphState.CAPTURING
         started = time.perf_counter()
         try:
-            with gc_paused():
+            with gc_paused(collect=self.collects_garbage):
                 outputs = self._capture(fn)
         except BaseException:
             self.close()
@@ -117,16 +119,18 @@ class Graph(ABC):
 
 
 @contextmanager
-def gc_paused() -> Iterator[None]:
-    """Collect garbage, then keep the collector off; its former state returns in any case.
+def gc_paused(*, collect: bool) -> Iterator[None]:
+    """Keep the collector off; its former state returns in any case.
 
-    A collection in the middle of a capture may destroy another graph or unload a module, both
-    of which are calls that invalidate the capture.
+    A collection in the middle of a CUDA capture may destroy another graph or unload a module,
+    both of which are calls that invalidate the capture: there, `collect` first, so that little
+    is left that could be destroyed by its reference count.
     """
     if not gc.isenabled():
         yield
         return
-    gc.collect()
+    if collect:
+        gc.collect()
     gc.disable()
     try:
         yield

@@ -25,7 +25,7 @@ LIFETIMES = st.lists(
 
 @pytest.fixture(autouse=True, scope="module")
 def no_gc() -> Iterator[None]:
-    with gc_paused():
+    with gc_paused(collect=False):
         yield
 
 

@@ -119,6 +119,14 @@ def test_sequence_of_a_capture() -> None:
         graph.nodes()
 
 
+def test_garbage_is_collected_before_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph in a cycle is destroyed then, not by a collection in the middle."""
+    cuda, events = FakeCuda(), []
+    monkeypatch.setattr(gc, "collect", lambda: events.append("collect"))
+    cuda.graph().capture(lambda: events.append("program"))
+    assert events == ["collect", "program"]
+
+
 @pytest.mark.parametrize("broken", [False, True], ids=["end works", "end raises too"])
 def test_an_error_in_the_program_leaves_capture_mode(broken: bool) -> None:
     cuda = FakeCuda()
