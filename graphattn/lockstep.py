@@ -11,7 +11,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -196,12 +196,21 @@ def _facts(config: EngineConfig, model: StepModel) -> dict[str, str]:
         "reduce": dcp.reduce,
         "buckets": ", ".join(bucket.name for bucket in config.buckets),
         "backend": config.backend,
-        "speculate": type(config.speculate).__name__,
+        "speculate": _numbers(config.speculate),
         "run_ahead": str(config.run_ahead),
         "model": type(model).__name__,
         "attention layers": str([replace(x, sinks=None) for x in model.attention_layers]),
         "weights": _fingerprint(model),
     }
+
+
+def _numbers(options: object) -> str:
+    """A dataclass by its name and its numbers, whatever models it holds."""
+    if not is_dataclass(options):
+        return str(options)
+    values = {f.name: getattr(options, f.name) for f in fields(options)}
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    return f"{type(options).__name__}({', '.join(f'{n}={v}' for n, v in numbers.items())})"
 
 
 def _fingerprint(model: StepModel) -> str:

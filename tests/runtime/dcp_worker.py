@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -111,37 +114,52 @@ def disagree() -> None:
 
 def dead() -> None:
     """A rank dies between two steps; the others end with an error that says so."""
-    dcp = graphattn.DCP(dist.group.WORLD, timeout=TIMEOUT)
-    engine = make_engine(TinyModel(), dcp=dcp)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        launch = engine._launch
+    lose(lambda: os._exit(0))
 
-        def dying(*args: object) -> None:
-            if engine.stats().steps == 3:
-                os._exit(0)
-            launch(*args)  # type: ignore[arg-type]
 
-        engine._launch = dying  # type: ignore[method-assign]
+def stalled() -> None:
+    """A rank stands still between two steps, alive as far as the kernel knows."""
+    lose(lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def lose(leave: Callable[[], None]) -> None:
+    """The last rank leaves at step 3 and the others notice; one that stands still is woken then."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pids = torch.zeros(size, dtype=torch.int64)
+    pids[rank] = os.getpid()
+    dist.all_reduce(pids)
+    engine = make_engine(TinyModel(), dcp=graphattn.DCP(dist.group.WORLD, timeout=TIMEOUT))
+    launch = engine._launch
+
+    def leaving(*args: object) -> None:
+        if rank == size - 1 and engine.stats().steps == 3:
+            leave()
+        launch(*args)  # type: ignore[arg-type]
+
+    engine._launch = leaving  # type: ignore[method-assign]
     started = time.monotonic()
     try:
-        if dist.get_rank():
+        if rank:
             engine.follow()
         request = engine.submit([1, 2, 3], max_new_tokens=50)
         while engine.busy:
             engine.step()
     except graphattn.StepError as error:
         waited = time.monotonic() - started
-        assert waited < 12 * TIMEOUT, waited
-        print(f"rank {dist.get_rank()}: {error}", flush=True)
-        if dist.get_rank() == 0:
+        if rank < size - 1:
+            assert waited < 12 * TIMEOUT, waited
+            print(f"rank {rank}: {error}", flush=True)
+        if rank == 0:
             assert request.finish_reason is graphattn.FinishReason.ERROR
-    os._exit(0)  # the group is broken: its teardown would wait for the dead
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pids[-1]), signal.SIGCONT)
+    os._exit(0)  # the group is broken: its teardown would wait for the lost rank
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    {f.__name__: f for f in (parity, sharded, late, disagree, dead)}[sys.argv[1]]()
+    {f.__name__: f for f in (parity, sharded, late, disagree, dead, stalled)}[sys.argv[1]]()
     sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()
