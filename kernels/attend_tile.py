@@ -106,18 +106,26 @@ def attend_range(
             b_s = _tanh(b_s * (scale / softcap)) * (softcap * LOG2E)
         else:
             b_s = b_s * (scale * LOG2E)
-        m_s = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
-        b_s = tl.where(m_s, b_s, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
-        # A row that has seen nothing yet has maximum -inf, and -inf - -inf is NaN.
-        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-        b_p = tl.exp2(b_s - b_base[:, None])
-        b_decay = tl.exp2(b_max - b_base)
-        b_sum = b_sum * b_decay + tl.sum(b_p, 1)
+        b_p, b_decay, b_sum, b_max = online_softmax_update(b_s, o_n, b_start, b_end, b_sum, b_max)
         b_acc = b_acc * b_decay[:, None]
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
-        b_max = b_new_max
     return b_acc, b_sum, b_max
+
+
+@triton.jit
+def online_softmax_update(b_s, o_n, b_start, b_end, b_sum, b_max):
+    """Take in scores [M, N] (base 2) of the positions `o_n`, each row's own range of them.
+
+    Returns their weights, the decay of what was summed before, and the new sum and maximum.
+    """
+    m_s = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
+    b_s = tl.where(m_s, b_s, float("-inf"))
+    b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
+    # A row that has seen nothing yet has maximum -inf, and -inf - -inf is NaN.
+    b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+    b_p = tl.exp2(b_s - b_base[:, None])
+    b_decay = tl.exp2(b_max - b_base)
+    return b_p, b_decay, b_sum * b_decay + tl.sum(b_p, 1), b_new_max
 
 
 @triton.jit

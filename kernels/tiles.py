@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 
 MAX_HEAD_DIM = 256
+MAX_LATENT_VALUE_DIM = 512  # DeepSeek's entry: 512 values that are K and V,
+MAX_LATENT_ROPE_DIM = 64  # and a rope key of 64
+MAX_LATENT_DIM = MAX_LATENT_VALUE_DIM + MAX_LATENT_ROPE_DIM
+MAX_LATENT_HEADS = 128
 _CHUNK_UNIT = 128  # every block_n divides it, so the coarsest chunk of a model fits all its layers
 
 
@@ -64,6 +68,15 @@ _PREFILL: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "sm_100": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
 }
 
+# Latent attention, (warps, stages, block_n) by block_m, for 2-byte dtypes and entries of up to
+# 512 + 64 values; smaller ones take less of everything. The sm_80 table stays under 99 KiB.
+_LATENT: dict[str, dict[int, tuple[int, int, int]]] = {
+    "sm_80": {16: (8, 2, 64), 32: (8, 2, 32)},
+    "sm_90": {16: (8, 2, 64), 32: (8, 2, 64), 64: (8, 2, 64)},
+    "sm_100": {16: (8, 2, 64), 32: (8, 2, 32), 64: (8, 2, 32)},
+}
+_LATENT_FP32 = Tile(block_m=16, block_n=16, num_warps=8, num_stages=1)
+
 # Triton's interpreter pays per operation, whatever the block: small tiles make small tests.
 _INTERPRETED = Tile(block_m=16, block_n=16, num_warps=1, num_stages=1)
 
@@ -97,28 +110,61 @@ def attention_tiles(
 
     Raises `ValueError`, naming the argument, for an architecture or a geometry that has no tile.
     """
-    for name, value in (
-        ("head_dim", head_dim),
-        ("group", group),
-        ("decode_query_len", decode_query_len),
-        ("page_size", page_size),
+    for name, value, most in (
+        ("head_dim", head_dim, MAX_HEAD_DIM),
+        ("group", group, None),
+        ("decode_query_len", decode_query_len, None),
+        ("page_size", page_size, None),
     ):
-        if value < 1:
-            raise ValueError(f"{name}: wanted at least 1, got {value}")
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim: wanted at most {MAX_HEAD_DIM}, got {head_dim}")
-    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"dtype: wanted bfloat16, float16 or float32, got {dtype}")
+        _check_range(name, value, most)
+    _check_dtype(dtype)
     rows = group * decode_query_len
     decode = _decode_tile(arch, head_dim, rows, dtype)
     prefill = _prefill_tile(arch, head_dim, dtype)
-    chunk = max(256, 16 * rows)
     return AttentionTiles(
         decode=decode,
         prefill=prefill,
         prefill_block=max(1, prefill.block_m // group),
         align=decode.block_n,
-        chunk=-(-chunk // _CHUNK_UNIT) * _CHUNK_UNIT,
+        chunk=_whole_chunk(16 * rows),
+    )
+
+
+def latent_tiles(
+    arch: str,
+    *,
+    head_dim: int,
+    value_dim: int,
+    heads: int,
+    decode_query_len: int,
+    page_size: int,
+    dtype: torch.dtype,
+) -> AttentionTiles:
+    """Tiles of latent attention: `heads` query heads share entries of `head_dim` values.
+
+    The first `value_dim` values of an entry are V. A tile's partials are value_dim * 4 bytes per
+    row, written and read once, for `chunk` entries of head_dim values: the chunk keeps that below
+    an eighth of the KV traffic of 2-byte entries. Raises `ValueError`, naming the argument, for an
+    architecture or a geometry that has no tile.
+    """
+    for name, value, most in (
+        ("heads", heads, MAX_LATENT_HEADS),
+        ("value_dim", value_dim, MAX_LATENT_VALUE_DIM),
+        ("head_dim - value_dim", head_dim - value_dim, MAX_LATENT_ROPE_DIM),
+        ("decode_query_len", decode_query_len, None),
+        ("page_size", page_size, None),
+    ):
+        _check_range(name, value, most)
+    _check_dtype(dtype)
+    rows = heads * decode_query_len
+    decode = _latent_tile(arch, rows, dtype)
+    prefill = _latent_tile(arch, MAX_LATENT_HEADS, dtype)
+    return AttentionTiles(
+        decode=decode,
+        prefill=prefill,
+        prefill_block=max(1, prefill.block_m // heads),
+        align=decode.block_n,
+        chunk=_whole_chunk(32 * rows),
     )
 
 
@@ -138,6 +184,19 @@ def _prefill_tile(arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
         return _INTERPRETED
     table = _PREFILL[_table_arch(arch)]
     return _for_dtype(Tile(*table[max(64, padded_head_dim(head_dim))]), head_dim, dtype)
+
+
+def _latent_tile(arch: str, rows: int, dtype: torch.dtype) -> Tile:
+    """The tile that holds all `rows` of an item, or the largest one, which is then repeated."""
+    wanted = max(16, _power_of_two(rows))
+    if arch == "cpu":
+        return Tile(min(wanted, 32), _INTERPRETED.block_n, 1, 1)
+    table = _LATENT[_table_arch(arch)]
+    if dtype == torch.float32:
+        return _LATENT_FP32
+    block_m = min(wanted, max(table))
+    warps, stages, block_n = table[block_m]
+    return Tile(block_m, block_n, warps, stages)
 
 
 def _for_dtype(tile: Tile, head_dim: int, dtype: torch.dtype) -> Tile:
@@ -161,6 +220,22 @@ def _table_arch(arch: str) -> str:
     if arch in ("sm_86", "sm_87", "sm_89", "sm_120", "sm_121"):
         return "sm_80"
     raise ValueError(f"arch: wanted cpu, sm_80 or newer, got {arch!r}")
+
+
+def _whole_chunk(least: int) -> int:
+    return -(-max(256, least) // _CHUNK_UNIT) * _CHUNK_UNIT
+
+
+def _check_range(name: str, value: int, most: int | None) -> None:
+    if value < 1:
+        raise ValueError(f"{name}: wanted at least 1, got {value}")
+    if most is not None and value > most:
+        raise ValueError(f"{name}: wanted at most {most}, got {value}")
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"dtype: wanted bfloat16, float16 or float32, got {dtype}")
 
 
 def _power_of_two(n: int) -> int:

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from graphattn.kernels.attend import Shape, merge_constants, tile_constants
+from graphattn.kernels.attend import Shape, tile_constants
 from graphattn.kernels.attend_decode import decode_kernel, merge_kernel
+from graphattn.kernels.attend_launch import merge_constants
 from graphattn.kernels.attend_prefill import prefill_kernel
 from graphattn.kernels.kv_write import kv_write_kernel
 from graphattn.kernels.tiles import Tile, attention_tiles
@@ -79,7 +80,7 @@ def tile_job(
     )
     tile: Tile = getattr(tiles, kind)
     constants = tile_constants(
-        Shape(8, 8, 8 * group, 8, head_dim, page_size),
+        Shape(8 * group, 8, head_dim, page_size),
         dtype,
         stride_unit=16,
         entries=(head_dim, head_dim),

@@ -77,3 +77,13 @@ def check(case: LatentCase, out: Tensor | None = None, lse: Tensor | None = None
     empty = (a["visible_end"] <= a["visible_start"]).cpu()
     assert (out[empty] == 0).all()
     assert (lse[empty] == -math.inf).all()
+
+
+def union(shares: Sequence[LatentCase]) -> tuple[Tensor, Tensor]:
+    """out and lse over the union of what each rank holds; empty shares have weight 0."""
+    outs, lses = (
+        torch.stack([case.args[name].double() for case in shares]) for name in ("out", "lse")
+    )
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.where(lses == -torch.inf, 0.0, torch.exp(lses - lse))
+    return (weights[..., None] * outs).sum(0), lse
