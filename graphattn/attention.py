@@ -13,12 +13,23 @@ from graphattn.bounds import Bounds
 from graphattn.dcp import ContextParallel
 from graphattn.errors import UnsupportedModelError
 from graphattn.kernels import ops
-from graphattn.kernels.tiles import MAX_HEAD_DIM, arch_of, attention_tiles
+from graphattn.kernels.tiles import (
+    MAX_HEAD_DIM,
+    MAX_LATENT_HEADS,
+    MAX_LATENT_ROPE_DIM,
+    MAX_LATENT_VALUE_DIM,
+    AttentionTiles,
+    arch_of,
+    attention_tiles,
+    latent_tiles,
+)
 from graphattn.metadata import StepBuffers, WorkShape, window_groups
 from graphattn.models.contract import AttentionLayer
 from graphattn.pages import KVPools
 
 MAX_SPLITS = 32  # of a decode row; bounds the partials whatever the context length
+
+Entry = tuple[Tensor, Tensor] | tuple[Tensor]  # (k, v), or (latent,)
 
 
 def work_shape(
@@ -30,17 +41,10 @@ def work_shape(
     device: torch.device,
 ) -> WorkShape:
     """One cut of the work for all layers: the coarsest chunk, the smallest query block."""
-    geometries = {(x.head_dim, x.num_q_heads // x.num_kv_heads) for x in layers}
+    arch = arch_of(device)
     tiles = [
-        attention_tiles(
-            arch_of(device),
-            head_dim=head_dim,
-            group=group,
-            decode_query_len=decode_query_len,
-            page_size=page_size,
-            dtype=dtype,
-        )
-        for head_dim, group in sorted(geometries)
+        layer_tiles(x, arch, page_size=page_size, decode_query_len=decode_query_len, dtype=dtype)
+        for x in layers
     ]
     return WorkShape(
         windows=window_groups([x.window for x in layers])[0],
@@ -51,11 +55,50 @@ def work_shape(
     )
 
 
+def layer_tiles(
+    layer: AttentionLayer, arch: str, *, page_size: int, decode_query_len: int, dtype: torch.dtype
+) -> AttentionTiles:
+    """Tiles of one layer on an architecture; see `kernels/tiles.py`."""
+    if layer.value_dim:
+        return latent_tiles(
+            arch,
+            head_dim=layer.head_dim,
+            value_dim=layer.value_dim,
+            heads=layer.num_q_heads,
+            decode_query_len=decode_query_len,
+            page_size=page_size,
+            dtype=dtype,
+        )
+    return attention_tiles(
+        arch,
+        head_dim=layer.head_dim,
+        group=layer.num_q_heads // layer.num_kv_heads,
+        decode_query_len=decode_query_len,
+        page_size=page_size,
+        dtype=dtype,
+    )
+
+
+def partial_traffic(
+    layer: AttentionLayer, chunk: int, decode_query_len: int, dtype: torch.dtype
+) -> float:
+    """Bytes of partials over bytes of KV of a split decode row, at the smallest split.
+
+    A split reads `chunk` entries once; its partials, fp32 with their LSE, are written and read
+    once each.
+    """
+    partials = 2 * 4 * decode_query_len * layer.num_q_heads * (layer.out_dim + 1)
+    return partials / (chunk * layer.entry_values * dtype.itemsize)
+
+
 def check_layers(layers: Sequence[AttentionLayer]) -> None:
     """Raise `UnsupportedModelError` for a geometry that the kernels do not cover."""
     if not layers:
         raise UnsupportedModelError("the model has no attention layer: nothing to serve")
     for i, x in enumerate(layers):
+        if x.value_dim:
+            _check_latent(i, x)
+            continue
         if x.num_q_heads % x.num_kv_heads or not 1 <= x.num_q_heads // x.num_kv_heads <= 16:
             raise UnsupportedModelError(
                 f"layer {i}: {x.num_q_heads} query heads on {x.num_kv_heads} KV heads; "
@@ -67,13 +110,31 @@ def check_layers(layers: Sequence[AttentionLayer]) -> None:
             )
 
 
+def _check_latent(index: int, layer: AttentionLayer) -> None:
+    name = f"layer {index}: latent attention"
+    if not 1 <= layer.num_q_heads <= MAX_LATENT_HEADS or layer.num_kv_heads != 1:
+        raise UnsupportedModelError(
+            f"{name} of {layer.num_q_heads} query heads on {layer.num_kv_heads} latents; "
+            f"supported are 1 to {MAX_LATENT_HEADS} heads on one"
+        )
+    rope_dim = layer.head_dim - layer.value_dim
+    if layer.value_dim > MAX_LATENT_VALUE_DIM or not 1 <= rope_dim <= MAX_LATENT_ROPE_DIM:
+        raise UnsupportedModelError(
+            f"{name} with latents of {layer.value_dim} + {rope_dim} values; supported are 1 to "
+            f"{MAX_LATENT_VALUE_DIM} that are key and value, and 1 to {MAX_LATENT_ROPE_DIM} that "
+            "are key only"
+        )
+    if layer.softcap or layer.sinks is not None:
+        raise UnsupportedModelError(f"{name} with a soft-cap or sinks is not supported")
+
+
 @dataclass(frozen=True, slots=True)
 class Workspace:
     """Memory that attention layers use one after the other. Fixed size, never regrown."""
 
-    partial_out: Tensor  # [B * S * Q * Hq * D] fp32: unmerged outputs of splits
+    partial_out: Tensor  # [B * S * Q * Hq * Dv] fp32: unmerged outputs of splits
     partial_lse: Tensor  # [B * S * Q * Hq] fp32
-    out: Tensor  # [T * Hq * D] in the KV dtype
+    out: Tensor  # [T * Hq * Dv] in the KV dtype
     lse: Tensor  # [T * Hq] fp32
 
     @staticmethod
@@ -86,7 +147,7 @@ class Workspace:
     ) -> Workspace:
         """Sized by the bounds alone: independent of max_seq_len and of the pool."""
         heads = max(x.num_q_heads for x in layers)
-        width = max(x.num_q_heads * x.head_dim for x in layers)
+        width = max(x.num_q_heads * x.out_dim for x in layers)
         splits = bounds.max_batch * shape.max_splits * bounds.decode_query_len
 
         def floats(size: int) -> Tensor:
@@ -137,13 +198,29 @@ class Attention:
     ) -> Tensor:
         """See `ModelStep.attend`. `steps` has the metadata of each shard, `mixed` says whether the
         step can hold prefill rows."""
+        if self.layers[layer].value_dim:
+            raise UnsupportedModelError(f"layer {layer} is latent: its model calls attend_latent")
+        return self._over_ranks(layer, q, (k, v), steps, mixed)
+
+    def attend_latent(
+        self, layer: int, q: Tensor, latent: Tensor, steps: Sequence[StepBuffers], *, mixed: bool
+    ) -> Tensor:
+        """See `ModelStep.attend_latent`; `steps` and `mixed` as of `attend`."""
+        if not self.layers[layer].value_dim:
+            raise UnsupportedModelError(f"layer {layer} is not latent: its model calls attend")
+        return self._over_ranks(layer, q, (latent,), steps, mixed)
+
+    def _over_ranks(
+        self, layer: int, q: Tensor, entry: Entry, steps: Sequence[StepBuffers], mixed: bool
+    ) -> Tensor:
+        """Attention over the shards of all ranks; `entry` is what the step's tokens leave."""
         sinks, parallel = self.layers[layer].sinks, self.parallel
         if parallel is None:
-            return self._attend(self.shards[0], layer, q, k, v, steps[0], sinks, mixed)[0]
+            return self._attend(self.shards[0], layer, q, entry, steps[0], sinks, mixed)[0]
         sharded = parallel.heads_sharded(q, self.layers[layer])
         whole = parallel.gather(q) if sharded else q
         parts = [
-            self._attend(shard, layer, whole, k, v, step, None, mixed)
+            self._attend(shard, layer, whole, entry, step, None, mixed)
             for shard, step in zip(self.shards, steps, strict=True)
         ]
         outs, lses = zip(*parts, strict=True)
@@ -154,26 +231,20 @@ class Attention:
         shard: Shard,
         layer: int,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        entry: Entry,
         step: StepBuffers,
         sinks: Tensor | None,
         mixed: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Attention over one shard: out [T, Hq, D] and lse [T, Hq]."""
+        """Write, then attention over one shard: out [T, Hq, Dv] and lse [T, Hq]."""
         spec, work, bounds = self.layers[layer], shard.workspace, shard.bounds
         group = self.shape.windows.index(spec.window)
-        keys, values = shard.pools.keys[layer], shard.pools.values[layer]
-        ops.kv_write(k, v, step.kv_slot, keys, values)
-        tokens, heads, dim = q.shape
+        (tokens, heads, _), dim = q.shape, spec.out_dim
         places = (bounds.max_batch, self.shape.max_splits, bounds.decode_query_len, heads)
         num_places = math.prod(places)
         out = work.out[: tokens * heads * dim].view(tokens, heads, dim)
         lse = work.lse[: tokens * heads].view(tokens, heads)
-        ops.attend(
-            q,
-            keys,
-            values,
+        rows = (
             self.page_table,
             self.slot_of_row,
             step.query_start,
@@ -187,14 +258,20 @@ class Attention:
             step.decode_count[group : group + 1],
             step.prefill_items if mixed else None,
             step.prefill_count if mixed else None,
-            sinks,
+        )
+        results = (
             work.partial_out[: num_places * dim].view(*places, dim),
             work.partial_lse[:num_places].view(places),
             out,
             lse,
-            spec.scale,
-            spec.softcap,
-            bounds.decode_query_len,
-            self.shape.prefill_block,
         )
+        limits = (bounds.decode_query_len, self.shape.prefill_block)
+        keys, values = shard.pools.keys[layer], shard.pools.values[layer]
+        if values is None:
+            latents = keys.squeeze(1)
+            ops.latent_write(*entry, step.kv_slot, latents)
+            ops.attend_latent(q, latents, *rows, *results, spec.scale, *limits)
+        else:
+            ops.kv_write(*entry, step.kv_slot, keys, values)
+            ops.attend(q, keys, values, *rows, sinks, *results, spec.scale, spec.softcap, *limits)
         return out, lse

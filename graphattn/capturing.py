@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from graphattn.dcp import DCP
 from graphattn.draft import Speculation
 from graphattn.engine import Engine
 from graphattn.errors import wrong
-from graphattn.models import adapt
+from graphattn.models import adapt, notes
 from graphattn.report import Progress, reporter
 from graphattn.sizing import Options, resolve_measured
 from graphattn.stream import open_stream
@@ -84,4 +85,5 @@ def capture(
         step_model,
         stream,
     )
+    config = replace(config, notes=(*notes(step_model), *config.notes))
     return Engine(step_model, config, stream, reporter(progress))

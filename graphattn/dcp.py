@@ -113,7 +113,7 @@ class GatherAndReduce:
         count = len(group.ranks)
         self._group = group
         heads = max(x.num_q_heads for x in layers)
-        width = max(x.num_q_heads * x.head_dim for x in layers)
+        width = max(x.num_q_heads * x.out_dim for x in layers)
         self._lses = _Buffers(count, group.size * max_tokens * heads, torch.float32, device)
         self._scaled = _Buffers(count, max_tokens * width, dtype, device)
         self._sums = _Buffers(count, max_tokens * ceil_div(width, group.size), dtype, device)
@@ -150,9 +150,7 @@ class ExchangeAndMerge:
     ) -> None:
         count, lse_values = len(group.ranks), 4 // dtype.itemsize
         size = max(
-            group.size
-            * ceil_div(max_tokens * x.num_q_heads, group.size)
-            * (x.head_dim + lse_values)
+            group.size * ceil_div(max_tokens * x.num_q_heads, group.size) * (x.out_dim + lse_values)
             for x in layers
         )
         self._group = group

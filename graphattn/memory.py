@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from graphattn.attention import Attention, Shard, Workspace, work_shape
+from graphattn.attention import Attention, Shard, Workspace, partial_traffic, work_shape
 from graphattn.bounds import Bounds
 from graphattn.dcp import ContextParallel, Reduce
 from graphattn.groups import Group
@@ -87,6 +87,14 @@ class ModelMemory:
         """Stage: derive the metadata of each shard."""
         for shard, step in zip(self.shards, steps, strict=True):
             step.prepare(rows, shard.bounds, self.shape)
+
+    def partial_traffic(self) -> float:
+        """Bytes of partials over bytes of KV of a split decode row: the most of all layers."""
+        query_len = self.bounds.decode_query_len
+        return max(
+            partial_traffic(layer, self.shape.chunk, query_len, pool.dtype)
+            for layer, pool in zip(self.attention.layers, self.shards[0].pools.keys, strict=True)
+        )
 
     def pools(self) -> dict[str, Tensor]:
         """The KV pools by name, of every rank of this process."""

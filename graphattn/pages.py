@@ -18,17 +18,19 @@ from graphattn.models.contract import AttentionLayer
 
 
 def page_bytes(layers: Sequence[AttentionLayer], page_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one page of K and V over all layers."""
-    values = sum(2 * layer.num_kv_heads * layer.head_dim for layer in layers)
-    return values * page_size * dtype.itemsize
+    """Bytes of one page over all layers."""
+    return sum(layer.entry_values for layer in layers) * page_size * dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class KVPools:
-    """K and V of every layer, each [num_pages, num_kv_heads, page_size, head_dim]."""
+    """K and V of every layer, each [num_pages, num_kv_heads, page_size, head_dim].
+
+    The keys of a latent layer are its latents (num_kv_heads = 1); they hold its values too.
+    """
 
     keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
+    values: tuple[Tensor | None, ...]  # None of a latent layer
 
     @staticmethod
     def allocate(
@@ -40,17 +42,21 @@ class KVPools:
             shape = (bounds.num_pages, layer.num_kv_heads, bounds.page_size, layer.head_dim)
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        return KVPools(tuple(map(pool, layers)), tuple(map(pool, layers)))
+        return KVPools(
+            keys=tuple(pool(layer) for layer in layers),
+            values=tuple(None if layer.value_dim else pool(layer) for layer in layers),
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Every pool by name."""
         named = {f"keys.{i}": pool for i, pool in enumerate(self.keys)}
-        return named | {f"values.{i}": pool for i, pool in enumerate(self.values)}
+        values = {f"values.{i}": pool for i, pool in enumerate(self.values) if pool is not None}
+        return named | values
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all pools."""
-        return sum(p.numel() * p.itemsize for p in (*self.keys, *self.values))
+        return sum(pool.numel() * pool.itemsize for pool in self.tensors().values())
 
 
 class PageAllocator:

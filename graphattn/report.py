@@ -64,6 +64,7 @@ class EngineReport:
     num_pages: int
     kv_bytes: int  # all pages
     kv_bytes_per_token: int
+    partial_traffic: float  # bytes of partials over bytes of KV of split decode rows, at most
     state_bytes: int  # slot state, metadata, workspaces, input and output blocks
     capture_seconds: float
     buckets: tuple[BucketReport, ...]
@@ -78,6 +79,7 @@ class EngineReport:
             f"KV: {self.num_pages} pages of {self.page_size}, {_size(self.kv_bytes)}, "
             f"{_size(self.kv_bytes_per_token)} per token; "
             f"state and metadata {_size(self.state_bytes)}",
+            f"splits of decode rows: partials at most {self.partial_traffic:.1%} of the KV traffic",
         ]
         rows = [("bucket", "tokens", "nodes", "capture s", "memory", "replays")]
         rows += [
@@ -130,6 +132,7 @@ def engine_report(
         num_pages=bounds.num_pages,
         kv_bytes=kv_bytes,
         kv_bytes_per_token=kv_bytes // (bounds.num_pages * bounds.page_size * ranks),
+        partial_traffic=memory.target.partial_traffic(),
         state_bytes=sum(t.numel() * t.itemsize for t in memory.tensors().values()),
         capture_seconds=capture_seconds,
         buckets=tuple(buckets),

@@ -31,3 +31,8 @@ class ModelStep:
         """Write K and V, attend over what each token may see; see the contract."""
         with nvtx_ranges.scope(f"attend.{layer}"):
             return self._attention.attend(layer, q, k, v, self._shards, mixed=self._mixed)
+
+    def attend_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
+        """Write the latents, attend over what each token may see; see the contract."""
+        with nvtx_ranges.scope(f"attend_latent.{layer}"):
+            return self._attention.attend_latent(layer, q, latent, self._shards, mixed=self._mixed)

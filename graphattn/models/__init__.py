@@ -30,6 +30,11 @@ def adapt(model: object) -> StepModel:
     )
 
 
+def notes(model: StepModel) -> tuple[str, ...]:
+    """What an adapter runs otherwise than the owner's model, for reports; mostly nothing."""
+    return tuple(getattr(model, "notes", ()))
+
+
 def weights(model: StepModel) -> dict[str, Tensor]:
     """Parameters of a model that is a module or has one, by name; they stay in place."""
     module = getattr(model, "module", model)

@@ -22,7 +22,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from graphattn.errors import UnsupportedModelError
 from graphattn.models.contract import AttentionLayer, ModelStep
 from graphattn.models.transformers_calls import OBSERVE, RUN, Call, Geometry, MaskShape
-from graphattn.models.transformers_checks import check, unsupported
+from graphattn.models.transformers_checks import check, graph_safe_experts, unsupported
+from graphattn.models.transformers_latent import check_latents, latent_note, use_latents
 
 
 def adapt(model: object) -> TransformersModel:
@@ -31,17 +32,23 @@ def adapt(model: object) -> TransformersModel:
     Raises `UnsupportedModelError`, which says what is missing.
     """
     owner = check(model)
+    check_latents(owner)
+    experts = graph_safe_experts(owner)
     config = owner.config.get_text_config(decoder=True)
-    module = _second_tree(owner)
-    _set_attention(module, OBSERVE)
+    module = second_tree(owner)
+    use_latents(module)
+    if experts is not None:
+        set_experts(module, experts)
+    set_attention(module, OBSERVE)
     layers, logits = _observe(module, config.num_hidden_layers)
-    _set_attention(module, RUN)
+    set_attention(module, RUN)
     return TransformersModel(
         module,
         layers,
         vocab_size=logits.shape[-1],
         max_seq_len=config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(owner),
+        notes=tuple(filter(None, (latent_note(module), experts and f"experts: {experts}"))),
     )
 
 
@@ -55,17 +62,19 @@ class TransformersModel:
     def __init__(
         self,
         module: PreTrainedModel,
-        layers: tuple[_ObservedLayer, ...],
+        layers: tuple[ObservedLayer, ...],
         *,
         vocab_size: int,
         max_seq_len: int,
         eos_token_ids: tuple[int, ...],
+        notes: tuple[str, ...],
     ) -> None:
         self.module = module
         self.attention_layers = tuple(layer.spec for layer in layers)
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.eos_token_ids = eos_token_ids
+        self.notes = notes  # what runs otherwise than in the owner's model
         self.dtype = layers[0].kv_dtype
         self.device = layers[0].device
         self._expected = {x.layer_idx: (i, x.geometry) for i, x in enumerate(layers)}
@@ -74,22 +83,27 @@ class TransformersModel:
         self._mask = torch.ones(1, 1, dtype=torch.bool, device=self.device)
 
     def __call__(self, step: ModelStep) -> Tensor:
-        """Logits [L, vocab_size] of the places `step.logits_token`."""
+        """Logits [L, vocab_size] of the places `step.logits_token`.
+
+        Offers "hidden", as transformers hands it to its own MTP modules.
+        """
         output = self.module(
             input_ids=step.input_ids.unsqueeze(0),
             position_ids=step.positions.unsqueeze(0),
             attention_mask=self._mask.expand(1, step.input_ids.shape[0]),
             use_cache=False,
             logits_to_keep=step.logits_token,
+            output_hidden_states=-1,
             return_dict=True,
-            graphattn_caller=_Runner(step, self._expected),
+            graphattn_caller=Runner(step, self._expected),
         )
+        step.features["hidden"] = output.hidden_states[-1][0]
         logits: Tensor = output.logits[0]
         return logits
 
 
 @dataclass(frozen=True, slots=True)
-class _Runner:
+class Runner:
     """Hands the calls of one forward to a step."""
 
     step: ModelStep
@@ -102,10 +116,12 @@ class _Runner:
                 f"layer {call.layer_idx} changed its attention since it was captured: "
                 f"was {geometry}, is {call.geometry}"
             )
+        if geometry.is_latent:
+            return self.step.attend_latent(layer, call.q, call.k.squeeze(1))
         return self.step.attend(layer, call.q, call.k, call.v)
 
 
-class _Observer:
+class Observer:
     """Keeps the calls of one forward; their result is zero."""
 
     def __init__(self) -> None:
@@ -118,7 +134,9 @@ class _Observer:
 
 
 @dataclass(frozen=True, slots=True)
-class _ObservedLayer:
+class ObservedLayer:
+    """What one layer asks for."""
+
     layer_idx: int
     geometry: Geometry
     spec: AttentionLayer
@@ -126,23 +144,33 @@ class _ObservedLayer:
     device: torch.device
 
 
-def _second_tree(model: PreTrainedModel) -> PreTrainedModel:
+def second_tree(model: PreTrainedModel) -> PreTrainedModel:
     """Modules and configuration copied, parameters and buffers shared."""
     shared = {id(x): x for x in itertools.chain(model.parameters(), model.buffers())}
     return copy.deepcopy(model, shared)
 
 
-def _set_attention(module: PreTrainedModel, implementation: str) -> None:
-    for part in module.modules():
-        config = getattr(part, "config", None)
-        if isinstance(config, PreTrainedConfig):
-            config._attn_implementation = implementation
+def set_attention(module: PreTrainedModel, implementation: str) -> None:
+    """Let every part of a tree of ours call this attention function."""
+    for config in _configs(module):
+        config._attn_implementation = implementation
+
+
+def set_experts(module: PreTrainedModel, implementation: str) -> None:
+    """Let every part of a tree of ours run its experts this way."""
+    for config in _configs(module):
+        config._experts_implementation = implementation
+
+
+def _configs(module: PreTrainedModel) -> list[PreTrainedConfig]:
+    configs = (getattr(part, "config", None) for part in module.modules())
+    return [config for config in configs if isinstance(config, PreTrainedConfig)]
 
 
 @torch.no_grad()
-def _observe(module: PreTrainedModel, num_layers: int) -> tuple[tuple[_ObservedLayer, ...], Tensor]:
+def _observe(module: PreTrainedModel, num_layers: int) -> tuple[tuple[ObservedLayer, ...], Tensor]:
     """What each layer asks for, in the order of layers, and logits [1, vocab_size]."""
-    observer = _Observer()
+    observer = Observer()
     device = next(module.parameters()).device
     places = torch.arange(2, device=device).unsqueeze(0)
     try:
@@ -162,7 +190,7 @@ def _observe(module: PreTrainedModel, num_layers: int) -> tuple[tuple[_ObservedL
             module, f"its forward failed on two tokens: {type(error).__name__}: {error}"
         ) from error
     layers = sorted(
-        (_observed_layer(module, call) for call in observer.calls), key=lambda x: x.layer_idx
+        (observed_layer(module, call) for call in observer.calls), key=lambda x: x.layer_idx
     )
     if [x.layer_idx for x in layers] != list(range(num_layers)):
         raise unsupported(
@@ -176,7 +204,8 @@ def _observe(module: PreTrainedModel, num_layers: int) -> tuple[tuple[_ObservedL
     return tuple(layers), output.logits[0]
 
 
-def _observed_layer(module: PreTrainedModel, call: Call) -> _ObservedLayer:
+def observed_layer(module: PreTrainedModel, call: Call) -> ObservedLayer:
+    """What a call says of its layer; `UnsupportedModelError` for what cannot be served."""
     geometry, mask = call.geometry, call.mask
     name = f"layer {call.layer_idx}"
     if not isinstance(mask, MaskShape):
@@ -185,7 +214,7 @@ def _observed_layer(module: PreTrainedModel, call: Call) -> _ObservedLayer:
         raise unsupported(
             module, f"{name} asks for window {geometry.window} under a mask of {mask.window}"
         )
-    if geometry.value_dim != geometry.head_dim:
+    if geometry.value_dim != geometry.head_dim and not geometry.is_latent:
         raise unsupported(
             module, f"{name}: keys of size {geometry.head_dim}, values of {geometry.value_dim}"
         )
@@ -200,8 +229,9 @@ def _observed_layer(module: PreTrainedModel, call: Call) -> _ObservedLayer:
         softcap=geometry.softcap,
         window=mask.window,
         sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
+        value_dim=geometry.value_dim if geometry.is_latent else 0,
     )
-    return _ObservedLayer(call.layer_idx, geometry, spec, call.k.dtype, call.k.device)
+    return ObservedLayer(call.layer_idx, geometry, spec, call.k.dtype, call.k.device)
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from graphattn.errors import UnsupportedModelError
+from graphattn.models.transformers_latent import absorbed, expanded, is_latent
 
 OBSERVE, RUN = "graphattn_observe", "graphattn"
 
@@ -33,6 +34,7 @@ class Geometry:
     softcap: float
     window: int | None
     has_sinks: bool
+    is_latent: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Call:
     layer_idx: int
     geometry: Geometry
     q: Tensor  # [T, num_q_heads, head_dim]
-    k: Tensor  # [T, num_kv_heads, head_dim]
+    k: Tensor  # [T, num_kv_heads, head_dim]; latents [T, 1, head_dim] where `is_latent`
     v: Tensor  # [T, num_kv_heads, value_dim]
     sinks: Tensor | None
     mask: object
@@ -73,6 +75,9 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls; q, k, v are [1, heads, T, dim]."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    latent = is_latent(module)
+    if latent:
+        q = absorbed(module, q)
     geometry = Geometry(
         num_q_heads=q.shape[1],
         num_kv_heads=k.shape[1],
@@ -82,12 +87,14 @@ def _attention(
         softcap=float(softcap or 0.0),
         window=sliding_window,
         has_sinks=s_aux is not None,
+        is_latent=latent,
     )
     layer_idx = getattr(module, "layer_idx", None)
     if not isinstance(layer_idx, int):
         raise UnsupportedModelError(f"{type(module).__name__} does not know its layer_idx")
     call = Call(layer_idx, geometry, q, k, v, s_aux, attention_mask, options)
-    return graphattn_caller.attend(call).unsqueeze(0), None
+    out = graphattn_caller.attend(call)
+    return (expanded(module, out) if latent else out).unsqueeze(0), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,6 @@ def check(model: object) -> PreTrainedModel:
         raise unsupported(model, "it has no language-model head; load it as a CausalLM")
     if getattr(config, "num_kv_shared_layers", 0):
         raise unsupported(model, "layers that share the KV of other layers")
-    if getattr(config, "kv_lora_rank", None):
-        raise unsupported(model, "latent attention (MLA)")
     if getattr(config, "alibi", False):
         raise unsupported(model, "ALiBi position biases")
     if not isinstance(getattr(config, "max_position_embeddings", None), int):
@@ -42,7 +40,6 @@ def check(model: object) -> PreTrainedModel:
                 model, f"rope type {name!r}: the rotation of one request would depend on the others"
             )
     _check_weights(model)
-    _check_experts(model)
     return model
 
 
@@ -57,18 +54,19 @@ def _check_weights(model: PreTrainedModel) -> None:
             raise unsupported(model, f"quantised weights ({name} is {parameter.dtype})")
 
 
-def _check_experts(model: PreTrainedModel) -> None:
-    """Experts must not loop over what was hit: the host would have to read it."""
+def graph_safe_experts(model: PreTrainedModel) -> str | None:
+    """The implementation of experts that our tree runs; None without experts to choose for.
+
+    It must not loop over the experts that were hit: the host would have to read which. The owner's
+    "batched_mm" stays; all else becomes "grouped_mm", or `UnsupportedModelError` where that is not
+    safe.
+    """
     if not model._can_set_experts_implementation():
-        return
+        return None
     kind = getattr(model.config.get_text_config(decoder=True), "_experts_implementation", None)
-    if kind not in ("grouped_mm", "batched_mm"):
-        raise unsupported(
-            model,
-            f"experts implementation {kind!r} reads the routing on the host; call "
-            'model.set_experts_implementation("grouped_mm") first',
-        )
-    if kind == "grouped_mm" and model.device.type == "cuda":
+    if kind == "batched_mm":
+        return "batched_mm"
+    if model.device.type == "cuda":
         capability = torch.cuda.get_device_capability(model.device)
         if capability < (9, 0) or model.dtype != torch.bfloat16:
             raise unsupported(
@@ -78,6 +76,7 @@ def _check_experts(model: PreTrainedModel) -> None:
                 'model.set_experts_implementation("batched_mm") avoids it, but copies the '
                 "weights of every chosen expert for each token: small models only",
             )
+    return "grouped_mm"
 
 
 def _rope_types(model: PreTrainedModel) -> Iterator[str]:

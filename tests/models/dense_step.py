@@ -18,7 +18,12 @@ class DenseStep:
         self.positions = torch.arange(len(token_ids))
         self.logits_token = torch.arange(len(token_ids))
         self.layers = layers
+        self.features: dict[str, Tensor] = {}
         self.called: list[int] = []
+
+    def attend_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
+        latents = latent.unsqueeze(1)
+        return self.attend(layer, q, latents, latents)[..., : self.layers[layer].value_dim]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec = self.layers[layer]

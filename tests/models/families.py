@@ -96,8 +96,15 @@ def tiny(family: str, *, seed: int = 0, **options: Any) -> PreTrainedModel:
     model_class = getattr(transformers, name)
     given = {k: x for k, x in (_SIZES | defaults | options).items() if x is not None}
     missing = {k: None for k in ("pad_token_id", "bos_token_id", "eos_token_id") if k not in given}
+    return randomised(model_class, given | missing, seed=seed)
+
+
+def randomised(
+    model_class: type[PreTrainedModel], options: dict[str, Any], *, seed: int
+) -> PreTrainedModel:
+    """A seeded float32 model in eval mode from the options of its configuration."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = model_class(model_class.config_class(**given, **missing)).eval()
+    model: PreTrainedModel = model_class(model_class.config_class(**options)).eval()
     _randomise(model)
     return model
 

@@ -38,16 +38,6 @@ def _encoder_decoder() -> PreTrainedModel:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def _latent_attention() -> PreTrainedModel:
-    config = transformers.DeepseekV3Config(
-        vocab_size=61, hidden_size=32, intermediate_size=32, moe_intermediate_size=16,
-        num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, n_routed_experts=4,
-        num_experts_per_tok=2, n_group=1, topk_group=1, kv_lora_rank=8, q_lora_rank=8,
-        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
-    )  # fmt: skip
-    return transformers.DeepseekV3ForCausalLM(config)
-
-
 def _recurrent_layers() -> PreTrainedModel:
     config = transformers.Lfm2Config(
         vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
@@ -80,12 +70,6 @@ def _alibi() -> PreTrainedModel:
 def _shared_kv() -> PreTrainedModel:
     model = tiny("llama")
     model.config.num_kv_shared_layers = 1
-    return model
-
-
-def _experts_on_the_host() -> PreTrainedModel:
-    model = tiny("mixtral")
-    model.set_experts_implementation("eager")
     return model
 
 
@@ -124,13 +108,11 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (_encoder_decoder, "encoder-decoder models need cross-attention"),
     (_dynamic_rope, "rope type 'dynamic'"),
     (_longrope, "rope type 'longrope'"),
-    (_latent_attention, r"latent attention \(MLA\)"),
     (_recurrent_layers, "of 2 layers, 1 called the attention function"),
     (_chunked_mask, "neither causal nor a causal sliding window"),
     (_bidirectional, "neither causal nor a causal sliding window"),
     (_alibi, "BloomForCausalLM"),
     (_shared_kv, "share the KV of other layers"),
-    (_experts_on_the_host, "experts implementation 'eager' reads the routing on the host"),
     (_int8_weight, r"quantised weights \(model.layers.1.mlp.up_proj.weight is torch.int8\)"),
     (_on_no_device, "these lie on meta"),
     (_short_of_a_layer, "1 called the attention function, 2 times in all"),

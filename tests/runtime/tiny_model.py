@@ -88,7 +88,7 @@ class TinyModel(nn.Module):
         x = self.embed(torch.tensor(token_ids, device=self.device)) + self.position.weight[:n]
         for layer, spec in enumerate(self.attention_layers):
             q, k, v = self._split(layer, x)
-            x = x + self.out[layer](_dense_attention(q, k, v, spec).flatten(1))
+            x = x + self.out[layer](dense_attention(q, k, v, spec).flatten(1))
         return self.head(F.layer_norm(x, x.shape[-1:]))
 
     def generate(
@@ -103,7 +103,7 @@ class TinyModel(nn.Module):
         return tokens[len(prompt) :]
 
 
-def _dense_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionLayer) -> Tensor:
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionLayer) -> Tensor:
     n, group = len(q), spec.num_q_heads // spec.num_kv_heads
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale
