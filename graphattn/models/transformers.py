@@ -110,6 +110,7 @@ class Runner:
     expected: Mapping[int, tuple[int, Geometry]]  # by layer_idx
 
     def attend(self, call: Call) -> Tensor:
+        """See `Caller`."""
         layer, geometry = self.expected[call.layer_idx]
         if call.geometry != geometry:
             raise UnsupportedModelError(
@@ -128,6 +129,7 @@ class Observer:
         self.calls: list[Call] = []
 
     def attend(self, call: Call) -> Tensor:
+        """See `Caller`."""
         self.calls.append(call)
         geometry = call.geometry
         return call.q.new_zeros(call.q.shape[0], geometry.num_q_heads, geometry.value_dim)
