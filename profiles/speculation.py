@@ -1,9 +1,10 @@
 """`python -m profiles.speculation`: what prompt lookup brings on text that repeats, in one run.
 
 SmolLM2 goes on with a text that repeats itself, and copies one that does not, with and without
-`NGram` drafts, in turn. Prints, and appends to profiles/results/speculation.jsonl: tokens per second
-as a median ratio over pairs of runs, and what it is made of: tokens per step, the cost of a step,
-and acceptance by place. When a single token differs nothing is reported and the exit code is 1.
+`NGram` drafts, in turn. Prints, and appends to profiles/results/speculation.jsonl: tokens per
+second as a median ratio over pairs of runs, and what it is made of: tokens per step, the cost of a
+step, and acceptance by place. When a single token differs nothing is reported and the exit code
+is 1.
 """
 
 from __future__ import annotations

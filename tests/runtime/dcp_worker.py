@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import graphattn
+from graphattn.engine import Engine
 from graphattn.groups import ProcessGroup
 from graphattn.models.contract import ModelStep
 from tests.runtime.serving import make_engine, prompts
@@ -83,6 +84,32 @@ def sharded() -> None:
         if tokens is not None:
             assert tokens == expected, (reduce, backend)
             print(f"equal {reduce} {backend}", flush=True)
+
+
+def drafts() -> None:
+    """Greedy and sampled requests with drafts: the tokens of one rank without drafts."""
+    model, small = TinyModel(windows=(5, 0)), TinyModel(num_q_heads=4, head_dim=4, seed=5)
+    params = [
+        graphattn.SamplingParams(n, seed=i, temperature=0.8 * (i % 2))
+        for i, (_, n) in enumerate(JOBS)
+    ]
+
+    def submit(engine: Engine) -> list[graphattn.Request]:
+        requests = [engine.submit(p, q) for (p, _), q in zip(JOBS, params, strict=True)]
+        while engine.busy:
+            engine.step()
+        return requests
+
+    with make_engine(model) as alone:
+        expected = [r.token_ids for r in submit(alone)]
+    for interleave, speculate in ((1, graphattn.NGram(3)), (16, graphattn.DraftModel(small, 2))):
+        dcp = graphattn.DCP(dist.group.WORLD, interleave, timeout=60.0)
+        with make_engine(model, dcp=dcp, speculate=speculate, max_tokens=24) as engine:
+            if dist.get_rank():
+                engine.follow()
+                continue
+            assert [r.token_ids for r in submit(engine)] == expected, speculate
+            print(f"equal {type(speculate).__name__}", flush=True)
 
 
 def late() -> None:
@@ -159,7 +186,7 @@ def lose(leave: Callable[[], None]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    {f.__name__: f for f in (parity, sharded, late, disagree, dead, stalled)}[sys.argv[1]]()
+    {f.__name__: f for f in (parity, sharded, drafts, late, disagree, dead, stalled)}[sys.argv[1]]()
     sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()

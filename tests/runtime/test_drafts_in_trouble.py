@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -56,7 +58,11 @@ def test_every_live_count_in_every_bucket(drafter: str) -> None:
     model = TinyModel(windows=(0,))
     texts = [[i + 1, i + 2] for i in range(5)]
     expected = [model.generate(p, 7) for p in texts]
-    options = {"max_batch": 5, "max_tokens": 24, "speculate": drafters(model)[drafter]}
+    options: dict[str, Any] = {
+        "max_batch": 5,
+        "max_tokens": 24,
+        "speculate": drafters(model)[drafter],
+    }
     with make_engine(model, **options) as engine:
         for live in (5, 1, 4, 2, 3, 5):
             done = engine.generate(texts[:live], max_new_tokens=7)
@@ -94,7 +100,7 @@ def test_padding_touches_no_slot(drafter: str) -> None:
 def test_a_nan_request_harms_nobody(drafter: str) -> None:
     clean, model = TinyModel(), PoisonableModel()
     harmless = [p for p in ([i, i + 1] for i in range(40)) if POISON not in clean.generate(p, 20)]
-    options = {"max_batch": 2, "num_pages": 12, "max_seq_len": 24, "max_tokens": 24}
+    options: dict[str, Any] = {"max_batch": 2, "num_pages": 12, "max_seq_len": 24, "max_tokens": 24}
     with make_engine(model, speculate=drafters(model)[drafter], **options) as engine:
         neighbour = engine.submit(harmless[0], max_new_tokens=20)
         poisoned = engine.submit([1, POISON, 2], max_new_tokens=20)
