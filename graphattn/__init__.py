@@ -17,6 +17,7 @@ from graphattn.errors import (
     UnsupportedModelError,
 )
 from graphattn.groups import VirtualGroup
+from graphattn.mtp import MTP
 from graphattn.report import BucketReport, EngineReport, Stats
 from graphattn.request import Completion, Event, FinishReason, Request, SamplingParams
 
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DCP",
+    "MTP",
     "Bucket",
     "BucketReport",
     "CaptureError",

@@ -19,9 +19,10 @@ from graphattn.state import Finish
 
 @dataclass(frozen=True, slots=True)
 class DraftingSlots:
-    """The slots that draft in a step: running, their prompt behind them. By slot."""
+    """The slots that draft in a step: running after it, their prompt behind them. By slot."""
 
     drafts: Tensor  # [B] bool
+    running: Tensor  # [B] bool: they, and those of which a part of the prompt was seen
     row: Tensor  # [B] int64: its row; 0 where it has none
 
 
@@ -50,11 +51,12 @@ class Drafting:
         """After the commit, in a step of at most `rows` rows."""
         state, slot_of_row = self._memory.state, self._memory.inputs.slot_of_row
         row_of_slot = slot_of_row[:rows] == self._slots[:, None]  # [B, rows]
-        drafts = row_of_slot.any(1)
-        drafts &= (state.finish == Finish.RUNNING) & (state.context_len >= state.prompt_len)
+        seated = row_of_slot.any(1)
+        running = seated & (state.finish == Finish.RUNNING)
+        drafts = running & (state.context_len >= state.prompt_len)
         self._query_len.copy_(slot_of_row >= 0)
         self._finish.copy_(torch.where(drafts, Finish.RUNNING, Finish.FREE))
-        return DraftingSlots(drafts, row_of_slot.int().argmax(1))
+        return DraftingSlots(drafts, running, row_of_slot.int().argmax(1))
 
     def step_rows(self, context_len: Tensor, seq_len: Tensor, history: Tensor) -> StepRows:
         """Rows as the host sent them, over [context_len, seq_len) of each slot."""

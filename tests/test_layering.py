@@ -33,6 +33,7 @@ FLOW = [
     "drafting",
     "draft",
     "draft_model",
+    "mtp_overlap",
     "mtp",
     "step",
     "request",
@@ -51,7 +52,15 @@ FLOW = [
 ]
 DOOR = "__init__"  # the public door imports what it likes
 CLIENTS = {"text", "demo", "cli", "__main__"}  # they use the engine: tokens are theirs
-MODEL_USERS = {"models", "capturing", "engine", "lockstep", "draft_model", "mtp"} | CLIENTS
+MODEL_USERS = {
+    "models",
+    "capturing",
+    "engine",
+    "lockstep",
+    "draft_model",
+    "mtp",
+    "mtp_overlap",
+} | CLIENTS
 
 KERNELS = sorted(ROOT.glob("kernels/**/*.py"))
 LEAVES = [*KERNELS, *sorted(ROOT.glob("capture/**/*.py"))]

@@ -1,0 +1,147 @@
+"""Adapter of transformers' `MtpModel`: the layer or layers that predict tokens further ahead.
+
+As for the target, a second tree of modules runs over the same parameters. Embedding, head and
+rotation are the target's, which `MtpModel` shares. The hidden state that it starts from is the
+last of the target's `hidden_states`: after the final norm for all but a few families, exactly what
+`generate(use_mtp=True)` hands over.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
+
+from graphattn.errors import UnsupportedModelError
+from graphattn.models.contract import ModelStep, StepModel
+from graphattn.models.mtp import MTPOutput
+from graphattn.models.transformers import (
+    ObservedLayer,
+    Observer,
+    Runner,
+    observed_layer,
+    second_tree,
+    set_attention,
+    set_experts,
+)
+from graphattn.models.transformers_calls import OBSERVE, RUN
+from graphattn.models.transformers_checks import unsupported
+from graphattn.models.transformers_latent import use_latents
+
+
+def adapt(module: object | None, target: StepModel) -> TransformersMTP:
+    """The modules of an `MtpModel`, or of the checkpoint of a transformers target.
+
+    Raises `UnsupportedModelError`, which says what is missing.
+    """
+    owner: PreTrainedModel = target.module  # type: ignore[attr-defined]
+    if module is None:
+        module = _load(owner)
+    if not isinstance(module, MtpModel):
+        raise UnsupportedModelError(
+            f"module: wanted a transformers MtpModel, got {type(module).__name__}. "
+            "MtpModel.from_pretrained(model) loads one."
+        )
+    tree = second_tree(module.eval())
+    use_latents(tree)
+    set_experts(tree, owner.config.get_text_config(decoder=True)._experts_implementation)
+    set_attention(tree, OBSERVE)
+    layers = _observe(tree)
+    set_attention(tree, RUN)
+    return TransformersMTP(tree, layers, target)
+
+
+class TransformersMTP:
+    """Meets `mtp.MTPModule`. Made by `adapt`."""
+
+    def __init__(self, module: Any, layers: tuple[ObservedLayer, ...], target: StepModel) -> None:
+        self.module = module
+        self.depth = len(layers)
+        self.hidden_size: int = module.config.hidden_size
+        self.vocab_size = target.vocab_size
+        self.max_seq_len = target.max_seq_len
+        self.attention_layers = tuple(layer.spec for layer in layers)
+        self.dtype = layers[0].kv_dtype
+        self.device = layers[0].device
+        self._expected = {x.layer_idx: (i, x.geometry) for i, x in enumerate(layers)}
+        # The visible ranges of a step stand for masks; making one reads positions on the host.
+        module.create_masks_for_mtp_layer = _no_masks
+
+    def __call__(self, step: ModelStep, hidden: Tensor, index: int) -> MTPOutput:
+        """See `mtp.MTPModule`."""
+        hidden = self.module.forward_layer(
+            index,
+            hidden.unsqueeze(0),
+            step.positions.unsqueeze(0),
+            None,
+            input_ids=step.input_ids.unsqueeze(0),
+            graphattn_caller=Runner(step, self._expected),
+        )
+        logits = self.module._project_to_logits(hidden[:, step.logits_token])
+        return MTPOutput(logits[0], hidden[0])
+
+
+def _load(owner: PreTrainedModel) -> MtpModel:
+    """What `MtpModel.from_pretrained` finds in the owner's checkpoint.
+
+    transformers knows some families' modules by the layer number of the published size; a model of
+    another size numbers them from its own last layer on.
+    """
+    config = owner.config.get_text_config()
+    depth = getattr(config, "num_mtp_layers", None)
+    if not depth:
+        raise unsupported(
+            owner,
+            "its configuration names no MTP modules (num_nextn_predict_layers); pass them with "
+            "MTP(k, module=...), or speculate with NGram(k)",
+        )
+    first = config.num_hidden_layers
+    own = {rf"(^|\.)layers\.{i}\." for i in range(first, first + depth)}
+    known = set(owner._keys_to_ignore_on_load_unexpected or ())
+    owner._keys_to_ignore_on_load_unexpected = known | own
+    try:
+        return MtpModel.from_pretrained(owner, device_map={"": owner.device})
+    except (OSError, RuntimeError, ValueError, re.error) as error:
+        raise unsupported(
+            owner,
+            f"its {depth} MTP modules cannot be loaded from {config.name_or_path!r}: "
+            f"{str(error).strip().splitlines()[0]}; load them yourself and pass "
+            "MTP(k, module=...), a transformers MtpModel",
+        ) from error
+
+
+@torch.no_grad()
+def _observe(module: Any) -> tuple[ObservedLayer, ...]:
+    """What the layers ask for, of each module in turn."""
+    observer = Observer()
+    device = next(module.parameters()).device
+    places = torch.arange(2, device=device).unsqueeze(0)
+    hidden = module.embed_tokens(torch.zeros_like(places))
+    try:
+        for index in range(len(module.layers)):
+            module.forward_layer(
+                index,
+                hidden,
+                places,
+                None,
+                input_ids=torch.zeros_like(places),
+                graphattn_caller=observer,
+            )
+    except UnsupportedModelError as error:
+        raise unsupported(module, str(error)) from None
+    layers = tuple(observed_layer(module, call) for call in observer.calls)
+    if [x.layer_idx for x in layers] != list(range(len(module.layers))):
+        raise unsupported(
+            module,
+            f"of {len(module.layers)} modules, {len(layers)} called the attention function; each "
+            "must, once",
+        )
+    return layers
+
+
+def _no_masks(*args: object) -> dict[str, None]:
+    return {"attention_mask": None}
