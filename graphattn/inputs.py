@@ -48,7 +48,8 @@ class Admission:
 
     slot: int
     generation: int
-    tokens: Sequence[int]  # the whole prompt
+    tokens: Sequence[int]  # the prompt, and what was emitted before a preemption
+    given_len: int  # of them the prompt's
     context_len: int  # tokens whose KV is there already (a prefix hit)
     stop_len: int  # total length at which it ends
     stop_tokens: Sequence[int]
@@ -89,6 +90,7 @@ def input_fields(bounds: Bounds) -> dict[str, tuple[int, ...]]:
         "admit_generation": slots,
         "release": slots,
         "admit_prompt_len": slots,
+        "admit_given_len": slots,
         "admit_context_len": slots,
         "admit_stop_len": slots,
         "admit_stop_tokens": (bounds.max_batch, bounds.max_stop_tokens),
@@ -124,6 +126,7 @@ class InputBlock:
     admit_generation: Tensor  # [B], by slot; -1 = no admission
     release: Tensor  # [B], by slot
     admit_prompt_len: Tensor  # [B]
+    admit_given_len: Tensor  # [B]
     admit_context_len: Tensor  # [B]
     admit_stop_len: Tensor  # [B]
     admit_stop_tokens: Tensor  # [B, N]; -1 = unused
@@ -189,6 +192,7 @@ class _Entry:
         a, slot = self.arrays, admission.slot
         a["admit_generation"][slot] = admission.generation
         a["admit_prompt_len"][slot] = len(admission.tokens)
+        a["admit_given_len"][slot] = admission.given_len
         a["admit_context_len"][slot] = admission.context_len
         a["admit_stop_len"][slot] = admission.stop_len
         a["admit_stop_tokens"][slot].fill(-1)

@@ -44,10 +44,11 @@ class Sampler:
         )
 
     def admit(self, inputs: InputBlock, state: SlotState, output: OutputBlock) -> None:
-        """Stage: count the prompts of admitted slots."""
+        """Stage: count the tokens of admitted slots."""
         ops.count_tokens(
             inputs.admit_generation,
             inputs.admit_prompt_len,
+            inputs.admit_given_len,
             state.history,
             self.nobody,
             self.nothing,
@@ -87,6 +88,7 @@ class Sampler:
         ops.count_tokens(
             self.nobody,
             inputs.admit_prompt_len,
+            inputs.admit_given_len,
             state.history,
             output.slot,
             output.count,

@@ -186,6 +186,7 @@ class Scheduler:
                     slot=seat.slot,
                     generation=seat.generation,
                     tokens=request.prompt,
+                    given_len=len(request.prompt),
                     context_len=0,
                     stop_len=request.stop_len,
                     stop_tokens=request.stop_tokens,

@@ -22,6 +22,7 @@ BLOCK = 4096  # tokens of one iteration
 def _count_kernel(
     admit_generation_ptr,
     admit_prompt_len_ptr,
+    admit_given_len_ptr,
     history_ptr,
     emitted_slot_ptr,
     emitted_count_ptr,
@@ -44,12 +45,21 @@ def _count_kernel(
             token = first + tl.arange(0, BLOCK)
             tl.store(p_occurrences + token, tl.zeros([BLOCK], tl.int32), mask=token < vocab * UNIT)
         tl.debug_barrier()  # other threads of this program write the same addresses next
-        prompt_len = tl.load(admit_prompt_len_ptr + slot)
-        for first in range(0, prompt_len, BLOCK):
+        p_history = history_ptr + slot * max_seq_len
+        given = tl.load(admit_given_len_ptr + slot)
+        for first in range(0, given, BLOCK):
             position = first + tl.arange(0, BLOCK)
-            m_prompt = position < prompt_len
-            token = tl.load(history_ptr + slot * max_seq_len + position, mask=m_prompt, other=0)
-            tl.store(p_occurrences + token, tl.full([BLOCK], IN_PROMPT, tl.int32), mask=m_prompt)
+            m_given = position < given
+            token = tl.load(p_history + position, mask=m_given, other=0)
+            tl.store(p_occurrences + token, tl.full([BLOCK], IN_PROMPT, tl.int32), mask=m_given)
+        tl.debug_barrier()
+        prompt_len = tl.load(admit_prompt_len_ptr + slot)
+        for first in range(given, prompt_len, BLOCK):
+            position = first + tl.arange(0, BLOCK)
+            m_emitted = position < prompt_len
+            token = tl.load(p_history + position, mask=m_emitted, other=0)
+            one = tl.full([BLOCK], 1, tl.int32)
+            tl.atomic_add(p_occurrences + token, one, mask=m_emitted, sem="relaxed")
     else:
         row = tl.arange(0, ROWS)
         row_slot = tl.load(emitted_slot_ptr + row, mask=row < rows, other=-1)
@@ -66,13 +76,14 @@ def _count_kernel(
 def count_tokens(
     admit_generation: Tensor,
     admit_prompt_len: Tensor,
+    admit_given_len: Tensor,
     history: Tensor,
     emitted_slot: Tensor,
     emitted_count: Tensor,
     emitted_tokens: Tensor,
     occurrences: Tensor,
 ) -> None:
-    """Count the last step's emissions, then set every admitted slot from its prompt.
+    """Count the last step's emissions, then set every admitted slot from its history.
 
     Raises `ValueError` that names a tensor of another dtype or not contiguous.
     """
@@ -80,6 +91,7 @@ def count_tokens(
         torch.int32,
         admit_generation=admit_generation,
         admit_prompt_len=admit_prompt_len,
+        admit_given_len=admit_given_len,
         history=history,
         emitted_slot=emitted_slot,
         emitted_count=emitted_count,
@@ -92,6 +104,7 @@ def count_tokens(
     _count_kernel[(slots,)](
         admit_generation,
         admit_prompt_len,
+        admit_given_len,
         history,
         emitted_slot,
         emitted_count,

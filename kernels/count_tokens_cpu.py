@@ -11,13 +11,14 @@ from .ops import IN_PROMPT
 def count_tokens(
     admit_generation: Tensor,
     admit_prompt_len: Tensor,
+    admit_given_len: Tensor,
     history: Tensor,
     emitted_slot: Tensor,
     emitted_count: Tensor,
     emitted_tokens: Tensor,
     occurrences: Tensor,
 ) -> None:
-    """Count the last step's emissions, then set every admitted slot from its prompt."""
+    """Count the last step's emissions, then set every admitted slot from its history."""
     counts = occurrences.numpy()
     row_slot = emitted_slot.numpy()
     emitted = np.arange(emitted_tokens.shape[1]) < emitted_count.numpy()[:, None]  # [B, 1+K]
@@ -25,6 +26,9 @@ def count_tokens(
     # `at`: a row may emit one token several times.
     np.add.at(counts, (row_slot[row], emitted_tokens.numpy()[row, place]), 1)
 
+    tokens = history.numpy()
     for slot in np.flatnonzero(admit_generation.numpy() >= 0):
+        given, end = int(admit_given_len[slot]), int(admit_prompt_len[slot])
         counts[slot] = 0
-        counts[slot, history.numpy()[slot, : admit_prompt_len.numpy()[slot]]] = IN_PROMPT
+        counts[slot, tokens[slot, :given]] = IN_PROMPT
+        np.add.at(counts[slot], tokens[slot, given:end], 1)

@@ -280,7 +280,7 @@ sink); exactly 0 where every lse is -inf. sinks [Hs] or None: row i belongs to s
 
 count_tokens = _define(
     "count_tokens",
-    "Tensor admit_generation, Tensor admit_prompt_len, Tensor history, "
+    "Tensor admit_generation, Tensor admit_prompt_len, Tensor admit_given_len, Tensor history, "
     "Tensor emitted_slot, Tensor emitted_count, Tensor emitted_tokens, Tensor(a!) occurrences",
 )
 """Keep the occurrences of every token in every slot, for penalties.
@@ -288,8 +288,9 @@ count_tokens = _define(
 occurrences [B, V] int32, by slot: the number of times the token was emitted, plus IN_PROMPT = 2**30
 if it is in the prompt. First the last step's emissions (emitted_slot, emitted_count [B],
 emitted_tokens [B, 1 + K]: its output block) are counted: row r with slot s >= 0 adds 1 for each of
-its first emitted_count[r] tokens. Then each slot with admit_generation >= 0 is set anew from
-history[slot, : admit_prompt_len]. Run before `admit`'s slots are sampled.
+its first emitted_count[r] tokens. Then each slot with admit_generation >= 0 is set anew: the prompt
+is history[slot, : admit_given_len], and the tokens from there to admit_prompt_len were emitted
+before the request was preempted. Run before `admit`'s slots are sampled.
 """
 
 sample = _define(

@@ -66,6 +66,7 @@ def random_arguments(seed: int, slots: int, vocab: int, places: int, max_len: in
     return [
         ints([rng.choice([-1, 7]) for _ in range(slots)]),
         ints([len(prompt) for prompt in prompts]),
+        ints([rng.randint(0, len(prompt)) for prompt in prompts]),
         padded(prompts, max_len),
         ints(rows),
         ints([len(row) for row in emitted]),
@@ -90,12 +91,14 @@ def test_equals_the_oracle(
 @each_implementation
 def test_by_hand(count_tokens: Count, device: str) -> None:
     """A token emitted several times in a step counts as often: elsewhere only the last accepted
-    one reached the penalties. A slot that is admitted anew keeps nothing of its last request.
+    one reached the penalties. A slot that is admitted anew keeps nothing of its last request; what
+    a request emitted before it was preempted counts as emitted.
     """
     arguments = [
         ints([-1, 4, -1, -1]),
+        ints([POISON, 6, POISON, POISON]),
         ints([POISON, 3, POISON, POISON]),
-        padded([[], [2, 5, 2, 1], [], []], 6),  # of slot 1; the fourth is no part of its prompt
+        padded([[], [2, 5, 2, 1, 2, 1, 4], [], []], 7),  # of slot 1; the last is not its
         ints([2, 1, -1, 0]),
         ints([3, 2, 0, 0]),
         padded([[4, 4, 0], [3, 3], [], []], 3),
@@ -103,7 +106,7 @@ def test_by_hand(count_tokens: Count, device: str) -> None:
     ]
     assert run(count_tokens, arguments, device).tolist() == [
         [9, 0, 0, 0, 0, 0],
-        [0, 0, IN_PROMPT, 0, 0, IN_PROMPT],
+        [0, 2, IN_PROMPT + 1, 0, 0, IN_PROMPT],
         [IN_PROMPT + 1, 0, 0, 0, 3, 0],
         [1, 2, 3, 4, 5, 6],
     ]

@@ -31,7 +31,7 @@ def numbered(n: int) -> StepInputs:
 def test_a_block_says_exactly_what_the_inputs_say() -> None:
     block, stream = InputBlock(BOUNDS, CPU), LaggingStream(pace=1)
     ring = InputRing(BOUNDS, CPU, steps_in_flight=1)
-    admission = Admission(2, 7, [5, 6, 7], 1, 9, [3, 4], SAMPLING)
+    admission = Admission(2, 7, [5, 6, 7], 2, 1, 9, [3, 4], SAMPLING)
     ring.send(StepInputs([(2, 3), (0, 1)], [admission], [1], [PageUpdate(2, 0, 11)]), block, stream)
     while stream.pending:
         stream.run_one()
@@ -40,6 +40,7 @@ def test_a_block_says_exactly_what_the_inputs_say() -> None:
     assert block.admit_generation.tolist() == [-1, -1, 7]
     assert block.release.tolist() == [0, 1, 0]
     assert block.admit_prompt_len[2] == 3
+    assert block.admit_given_len[2] == 2
     assert block.admit_context_len[2] == 1
     assert block.admit_stop_len[2] == 9
     assert block.admit_stop_tokens[2].tolist() == [3, 4, -1, -1, -1, -1, -1, -1]
@@ -79,7 +80,7 @@ def test_a_filled_entry_leaves_nothing_of_an_earlier_step() -> None:
     ring = InputRing(BOUNDS, CPU, steps_in_flight=1)
     full = StepInputs(
         [(0, 2), (1, 2), (2, 2)],
-        [Admission(i, i, [1], 0, 5, [9], SAMPLING) for i in range(3)],
+        [Admission(i, i, [1], 1, 0, 5, [9], SAMPLING) for i in range(3)],
         [0, 1, 2],
         [PageUpdate(i, i, i) for i in range(3)],
     )
