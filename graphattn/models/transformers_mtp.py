@@ -99,6 +99,12 @@ def _load(owner: PreTrainedModel) -> MtpModel:
             "its configuration names no MTP modules (num_nextn_predict_layers); pass them with "
             "MTP(k, module=...), or speculate with NGram(k)",
         )
+    if not owner.config.name_or_path:
+        raise unsupported(
+            owner,
+            f"it was not loaded from a checkpoint in which its {depth} MTP modules could be found; "
+            "pass MTP(k, module=...), a transformers MtpModel",
+        )
     first = config.num_hidden_layers
     own = {rf"(^|\.)layers\.{i}\." for i in range(first, first + depth)}
     known = set(owner._keys_to_ignore_on_load_unexpected or ())
