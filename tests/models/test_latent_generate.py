@@ -81,6 +81,22 @@ def test_a_cache_over_ranks(family: str, W: int, I: int, reduce: str, backend: s
         _check(engine, model, want)
 
 
+@pytest.mark.slow
+def test_the_widths_of_deepseek_v3() -> None:
+    """512 + 64 values in the cache, 128 heads of 128 + 64 and 128 values."""
+    widths = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    heads = {"num_attention_heads": 128, "num_key_value_heads": 128, "v_head_dim": 128}
+    model = tiny_latent("deepseek-v3", num_hidden_layers=2, **widths, **heads)
+    prompts = _prompts()[1:3]
+    want = [_generate(model, prompt) for prompt in prompts]
+    with _capture(model, dcp=_virtual(2, 16, "a2a"), prepack=False) as engine:
+        got = engine.generate(prompts, max_new_tokens=NEW_TOKENS)
+        report = engine.report()
+    assert [list(done.token_ids) for done in got] == want
+    assert report.kv_bytes_per_token == 2 * 576 * 4
+    assert report.notes[0].endswith("576 values per token and layer instead of 40960")
+
+
 def test_what_nobody_wrote_is_never_read() -> None:
     """NaN in every page and huge ids in the page table before the first request."""
     model, want = _reference("deepseek-v3")
