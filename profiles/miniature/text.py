@@ -23,6 +23,12 @@ def held_out_ids() -> list[int]:
     return [i for name, ids in _documents().items() if name >= HELD_OUT_FROM for i in ids]
 
 
+def held_out_prompts(count: int, length: int) -> list[list[int]]:
+    """`count` pieces of `length` tokens, spread evenly over the held-out text."""
+    ids = held_out_ids()
+    return [ids[start : start + length] for start in range(0, len(ids), len(ids) // count)][:count]
+
+
 def _documents() -> dict[str, list[int]]:
     """Topic name -> bytes of its paragraphs that no earlier topic has, then `END`."""
     seen: set[str] = set()

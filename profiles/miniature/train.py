@@ -28,11 +28,11 @@ from profiles.miniature.text import training_ids
 class Settings:
     """What a run depends on, besides the text."""
 
-    steps: int = 1500
+    steps: int = 1100
     tokens: int = 1024  # that a step predicts
     window: int = 128  # of them, adjacent ones
-    long_window: int = 512  # in the last steps: the model learns to look further back
-    long_share: float = 0.2  # of the steps
+    long_window: int = 512  # of every `long_every`-th step, so that the model looks further back
+    long_every: int = 8
     learning_rate: float = 3e-3
     warmup: int = 100  # steps of rising learning rate; then a cosine down to 0
     weight_decay: float = 0.1
@@ -121,8 +121,8 @@ def _schedule(step: int, settings: Settings) -> float:
 
 def _windows(text: Tensor, step: int, settings: Settings) -> Tensor:
     """Random pieces of the text, [pieces, window + 2]."""
-    far = step >= (1 - settings.long_share) * settings.steps
-    window = settings.long_window if far else settings.window
+    is_long = (step + 1) % settings.long_every == 0
+    window = settings.long_window if is_long else settings.window
     starts = torch.randint(0, len(text) - window - 1, (settings.tokens // window, 1))
     return text[starts + torch.arange(window + 2)]
 
