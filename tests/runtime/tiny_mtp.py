@@ -6,6 +6,8 @@ module that sees those, at the places before them, can be exactly right.
 
 from __future__ import annotations
 
+import random
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,13 @@ WINDOW = 5
 POISON = 60  # a token id: its keys and values are NaN
 
 
+def windowful(count: int, *, seed: int, longest: int) -> list[list[int]]:
+    """Random prompts longer than the window, so that a module sees as much as the target."""
+    rng = random.Random(seed)
+    lengths = [WINDOW + 1 + int((longest - WINDOW) * rng.random() ** 2) for _ in range(count)]
+    return [[rng.randrange(POISON) for _ in range(n)] for n in lengths]
+
+
 class TinyTarget(TinyModel):
     """Offers the hidden state of each place: what its head reads."""
 
@@ -25,6 +34,7 @@ class TinyTarget(TinyModel):
         given = {"windows": (WINDOW,), "softcap": 2.0, "sinks": True} | options
         super().__init__(**given)  # type: ignore[arg-type]
         self.poisonable = poisonable
+        self.position.weight.mul_(0.3)  # so that tokens depend on tokens
 
     def forward(self, step: ModelStep) -> Tensor:
         hidden = self.run(step, layer=0)
