@@ -65,7 +65,9 @@ def attend_latent_range(
     start = lo // BLOCK_N * BLOCK_N
     if PAGE_SIZE % BLOCK_N == 0:
         next_page = tl.load(table_ptr + start // PAGE_SIZE, mask=lo < hi, other=0)
-    for n in range(start, hi, BLOCK_N):
+    # Two copies of the scores in tensor memory (sm_100) would take the loop apart: half as many
+    # instructions and 36 KB less shared memory without, and nothing else changes elsewhere.
+    for n in tl.range(start, hi, BLOCK_N, disallow_acc_multi_buffer=True):
         o_n = n + o_block
         m_n = (o_n >= lo) & (o_n < hi)
         if PAGE_SIZE % BLOCK_N == 0:  # the block lies in one page, and some of it is visible

@@ -73,9 +73,10 @@ _PREFILL: dict[str, dict[int, tuple[int, int, int, int]]] = {
 _LATENT: dict[str, dict[int, tuple[int, int, int]]] = {
     "sm_80": {16: (8, 2, 64), 32: (8, 2, 32)},
     "sm_90": {16: (8, 2, 64), 32: (8, 2, 64), 64: (8, 2, 64)},
-    "sm_100": {16: (8, 2, 64), 32: (8, 2, 32), 64: (8, 2, 32)},
+    "sm_100": {16: (8, 2, 64), 32: (8, 2, 64), 64: (8, 2, 64)},
 }
-_LATENT_FP32 = Tile(block_m=16, block_n=16, num_warps=8, num_stages=1)
+_LATENT_FP32 = Tile(block_m=16, block_n=16, num_warps=8, num_stages=2)
+_LATENT_FP32_VALUE_DIM = 128  # more spills in the loop, whatever the tile
 
 # Triton's interpreter pays per operation, whatever the block: small tiles make small tests.
 _INTERPRETED = Tile(block_m=16, block_n=16, num_warps=1, num_stages=1)
@@ -157,8 +158,8 @@ def latent_tiles(
         _check_range(name, value, most)
     _check_dtype(dtype)
     rows = heads * decode_query_len
-    decode = _latent_tile(arch, rows, dtype)
-    prefill = _latent_tile(arch, MAX_LATENT_HEADS, dtype)
+    decode = _latent_tile(arch, value_dim, rows, dtype)
+    prefill = _latent_tile(arch, value_dim, MAX_LATENT_HEADS, dtype)
     return AttentionTiles(
         decode=decode,
         prefill=prefill,
@@ -186,13 +187,18 @@ def _prefill_tile(arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
     return _for_dtype(Tile(*table[max(64, padded_head_dim(head_dim))]), head_dim, dtype)
 
 
-def _latent_tile(arch: str, rows: int, dtype: torch.dtype) -> Tile:
+def _latent_tile(arch: str, value_dim: int, rows: int, dtype: torch.dtype) -> Tile:
     """The tile that holds all `rows` of an item, or the largest one, which is then repeated."""
     wanted = max(16, _power_of_two(rows))
     if arch == "cpu":
         return Tile(min(wanted, 32), _INTERPRETED.block_n, 1, 1)
     table = _LATENT[_table_arch(arch)]
     if dtype == torch.float32:
+        if value_dim > _LATENT_FP32_VALUE_DIM:
+            raise ValueError(
+                f"dtype: float32 has tiles for latents of at most {_LATENT_FP32_VALUE_DIM} values "
+                f"on {arch}, got {value_dim}: load the model in bfloat16"
+            )
         return _LATENT_FP32
     block_m = min(wanted, max(table))
     warps, stages, block_n = table[block_m]

@@ -59,11 +59,52 @@ class Compiled:
     @property
     def instructions(self) -> Mapping[str, int]:
         """SASS opcode -> count. Disassembled at each call, which takes a second."""
-        sass = _tool("nvdisasm", "-c", bytes.fromhex(self.cubin))
-        return Counter(_OPCODE.findall(sass))
+        return Counter(self.disassemble().opcodes)
+
+    def disassemble(self) -> Sass:
+        """Its machine code, which takes a second."""
+        text = _tool("nvdisasm", "-c", bytes.fromhex(self.cubin))
+        opcodes: list[str] = []
+        labels: dict[str, int] = {}
+        loops = []
+        for line in text.splitlines():
+            if label := _LABEL.match(line):
+                labels[label[1]] = len(opcodes)
+            elif found := _INSTRUCTION.search(line):
+                target = labels.get(found[2]) if found[2] else None
+                if target is not None:
+                    loops.append(slice(target, len(opcodes)))
+                opcodes.append(found[1])
+        return Sass(opcodes, loops)
 
 
-_OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+@dataclass(frozen=True)
+class Sass:
+    """Opcodes in order of address, and the spans of all backward branches."""
+
+    opcodes: Sequence[str]
+    loops: Sequence[slice]
+
+    @property
+    def inner_loop(self) -> Mapping[str, int]:
+        """Opcode -> count in the shortest loop with at least half of the matrix instructions.
+
+        The rest may be iterations peeled off; shorter loops are waits and branches laid out apart.
+        """
+        bodies = [Counter(self.opcodes[loop]) for loop in self.loops]
+        total = _matrix_instructions(Counter(self.opcodes))
+        main = [b for b in bodies if b and 2 * _matrix_instructions(b) >= total > 0]
+        return min(main, key=Counter.total)
+
+
+def _matrix_instructions(count: Counter[str]) -> int:
+    return sum(n for op, n in count.items() if "MMA" in op)
+
+
+_INSTRUCTION = re.compile(
+    r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)(?:.*`\((\.L_x_\d+)\))?"
+)
+_LABEL = re.compile(r"\s*(\.L_x_\d+):")
 _MATRIX = re.compile(r"^\s*(?:@%\w+ )?(mma|wgmma|tcgen05)\.", re.MULTILINE)
 
 

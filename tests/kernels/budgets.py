@@ -1,5 +1,8 @@
 """What each compiled kernel may cost: registers, stack and shared memory by kernel, tile and arch.
 
+The tiles of latent attention use all registers there are. What they may cost also says what their
+inner loop holds: matrix instructions, asynchronous copies, and no spills, which their stack is for.
+
 `budgets.json` is checked in and held by test_aot.py. After a change that is meant to cost more, or
 for a new tile, renew it from the root of the repository and read the difference:
 
@@ -18,17 +21,24 @@ import torch
 
 from graphattn.kernels.attend import Shape, tile_constants
 from graphattn.kernels.attend_decode import decode_kernel, merge_kernel
+from graphattn.kernels.attend_latent import LatentShape, latent_constants
+from graphattn.kernels.attend_latent_decode import latent_decode_kernel
+from graphattn.kernels.attend_latent_prefill import latent_prefill_kernel
 from graphattn.kernels.attend_launch import merge_constants
 from graphattn.kernels.attend_prefill import prefill_kernel
 from graphattn.kernels.kv_write import kv_write_kernel
-from graphattn.kernels.tiles import Tile, attention_tiles
+from graphattn.kernels.latent_write import latent_write_kernel
+from graphattn.kernels.tiles import Tile, attention_tiles, latent_tiles
 from tests.aot import ARCHS, Compiled, Job, compile_all
 
 BUDGETS = Path(__file__).with_name("budgets.json")
 SLACK = 16  # registers, in whole multiples: compilers of other releases differ by a few
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-ELEMENTS = {"q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr", "out_ptr"}
+ELEMENTS = {
+    *("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr", "out_ptr"),
+    *("latent_ptr", "pool_ptr"),
+}
 FLOATS = {"partial_out_ptr", "partial_lse_ptr", "lse_ptr", "sinks_ptr"}
 
 
@@ -95,10 +105,52 @@ def tile_job(
     return " ".join([name, *extras]), job_of(kernel, arch, dtype, constants, tile)
 
 
-def merge_job(arch: str, *, sinks: bool = False) -> tuple[str, Job]:
-    constants = merge_constants(32, 128, 32) | ({} if sinks else {"sinks_ptr": None})
+def latent_job(
+    kind: str,
+    arch: str,
+    heads: int,
+    query_len: int = 1,
+    *,
+    value_dim: int = 512,
+    rope_dim: int = 64,
+    page_size: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+) -> tuple[str, Job]:
+    """Name and compile job of a kernel of latent attention with its tile from the table."""
+    tiles = latent_tiles(
+        arch,
+        head_dim=value_dim + rope_dim,
+        value_dim=value_dim,
+        heads=heads,
+        decode_query_len=query_len,
+        page_size=page_size,
+        dtype=dtype,
+    )
+    tile: Tile = getattr(tiles, kind)
+    constants = latent_constants(
+        LatentShape(heads, value_dim + rope_dim, value_dim, page_size),
+        dtype,
+        stride_unit=16,
+        entry=value_dim + rope_dim,
+        interpreted=False,
+    ) | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+    kernel = latent_decode_kernel if kind == "decode" else latent_prefill_kernel
+    name = f"latent {kind} {TYPES[dtype]} {value_dim}+{rope_dim} {tile.block_m}x{tile.block_n}"
+    name += f" page {page_size}" * (page_size != 64)
+    return name, job_of(kernel, arch, dtype, constants, tile)
+
+
+def merge_job(
+    arch: str, *, heads: int = 32, dim: int = 128, sinks: bool = False
+) -> tuple[str, Job]:
+    constants = merge_constants(heads, dim, 32) | ({} if sinks else {"sinks_ptr": None})
     job = job_of(merge_kernel, arch, torch.bfloat16, constants)
-    return "merge bf16 D=128 S=32" + " sinks" * sinks, job
+    return f"merge bf16 D={dim} S=32" + " sinks" * sinks, job
+
+
+def latent_write_job(arch: str) -> tuple[str, Job]:
+    constants = {"STRIDE_UNIT": 16, "D": 576, "D_PADDED": 1024, "PAGE_SIZE": 64}
+    return "latent_write bf16 576", job_of(latent_write_kernel, arch, torch.bfloat16, constants)
 
 
 def kv_write_job(arch: str) -> tuple[str, Job]:
@@ -122,6 +174,10 @@ def main_jobs() -> Iterator[tuple[str, Job]]:
             yield tile_job("decode", arch, head_dim, 4)
             yield tile_job("prefill", arch, head_dim, 4)
         yield tile_job("decode", arch, 128, 8, 4)
+        yield latent_write_job(arch)
+        yield latent_job("decode", arch, 16)
+        if arch != "sm_80":  # its table has no tile of 64 rows
+            yield latent_job("decode", arch, 128)
 
 
 def more_jobs() -> Iterator[tuple[str, Job]]:
@@ -138,25 +194,40 @@ def more_jobs() -> Iterator[tuple[str, Job]]:
         yield tile_job("decode", arch, 128, 4, page_size=16, softcap=True)
         yield tile_job("decode", arch, 80, 3, 2, page_size=16)
         yield merge_job(arch, sinks=True)
+        yield merge_job(arch, heads=128, dim=512)
+        yield latent_job("decode", arch, 16, 2)
+        yield latent_job("decode", arch, 128, page_size=16)
+        yield latent_job("decode", arch, 128, dtype=torch.float16)
+        yield latent_job("decode", arch, 16, value_dim=48, rope_dim=16, page_size=16)
+        yield latent_job("decode", arch, 16, value_dim=128, dtype=torch.float32)
+        yield latent_job("prefill", arch, 128)
+        yield latent_job("prefill", arch, 128, page_size=16)
 
 
 def key(name: str, job: Job) -> str:
     return f"{name} {job.arch}"
 
 
-def cost(compiled: Compiled) -> dict[str, int]:
-    return {
+def cost(name: str, compiled: Compiled) -> dict[str, Any]:
+    found: dict[str, Any] = {
         "registers": min(255, -(-compiled.registers // SLACK) * SLACK),
         "stack": compiled.stack,
         "shared": compiled.shared,
     }
+    if name.startswith(("latent decode", "latent prefill")):
+        inner = compiled.disassemble().inner_loop
+        kept = ("MMA", "LDGSTS", "LDL", "STL")
+        found["loop"] = {
+            op: count for op, count in sorted(inner.items()) if any(x in op for x in kept)
+        }
+    return found
 
 
 def renew() -> None:
     """Compile everything and write the table."""
     jobs = {key(name, job): job for name, job in [*main_jobs(), *more_jobs()]}
     compiled = compile_all(list(jobs.values()))
-    table = {name: cost(result) for name, result in zip(jobs, compiled, strict=True)}
+    table = {name: cost(name, result) for name, result in zip(jobs, compiled, strict=True)}
     lines = [f"  {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table)]
     BUDGETS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

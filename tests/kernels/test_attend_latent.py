@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 
 from graphattn.kernels import grid
 from graphattn.kernels.attend_latent import attend_latent
+from graphattn.kernels.tiles import latent_tiles
 from tests.kernels.attend_case import Row, Setting, shards
 from tests.kernels.latent_case import Latent, LatentCase, build, check, union
 
 BF16, FP16 = torch.bfloat16, torch.float16
+DEEPSEEK: dict[str, Any] = {"head_dim": 576, "value_dim": 512, "page_size": 64, "dtype": BF16}
 
 
 def run(rows: list[Row], latent: Latent, **options: bool) -> LatentCase:
@@ -243,3 +246,37 @@ def test_an_entry_without_a_rope_key_is_refused() -> None:
     case.args["partial_out"] = torch.full((1, 4, 1, 1, 48), torch.nan)
     with pytest.raises(ValueError, match=r"^head_dim - value_dim: wanted at least 1, got 0"):
         attend_latent(*case.args.values())
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 5])
+@pytest.mark.parametrize("heads", [1, 2, 16, 128])
+def test_partial_traffic_is_at_most_an_eighth_of_kv_traffic(heads: int, query_len: int) -> None:
+    """Partials are written and read once, fp32; the entries of a chunk are read once, 2 bytes."""
+    tiles = latent_tiles("sm_90", heads=heads, decode_query_len=query_len, **DEEPSEEK)
+    partial = 2 * 4 * (512 + 1) * heads * query_len
+    assert partial / (2 * 576 * tiles.chunk) <= 1 / 8
+    assert tiles.chunk % tiles.align == 0
+
+
+def test_chunks_of_gathered_heads() -> None:
+    tiles = latent_tiles("sm_90", heads=128, decode_query_len=1, **DEEPSEEK)
+    assert tiles.chunk >= 4096
+    assert tiles.decode.block_m == 64
+
+
+BAD_GEOMETRIES: dict[str, dict[str, Any]] = {
+    "heads: wanted at most 128, got 129": {"heads": 129},
+    "heads: wanted at least 1, got 0": {"heads": 0},
+    "value_dim: wanted at most 512, got 513": {"value_dim": 513},
+    "head_dim - value_dim: wanted at most 64, got 65": {"head_dim": 577},
+    "decode_query_len: wanted at least 1, got 0": {"decode_query_len": 0},
+    "dtype: float32 has tiles for latents of at most 128 values": {"dtype": torch.float32},
+    "dtype: wanted bfloat16, float16 or float32": {"dtype": torch.int8},
+}
+
+
+@pytest.mark.parametrize("message", BAD_GEOMETRIES)
+def test_a_geometry_without_a_tile_is_named(message: str) -> None:
+    geometry = {"heads": 16, "decode_query_len": 1, **DEEPSEEK, **BAD_GEOMETRIES[message]}
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        latent_tiles("sm_90", **geometry)
