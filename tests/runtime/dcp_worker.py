@@ -20,6 +20,7 @@ from graphattn.groups import ProcessGroup
 from graphattn.models.contract import ModelStep
 from tests.runtime.serving import make_engine, prompts
 from tests.runtime.tiny_model import TinyModel
+from tests.runtime.tiny_mtp import KnowingMTP, TinyTarget
 
 TIMEOUT = 5.0
 JOBS = [(p, 2 + 3 * i % 9) for i, p in enumerate(prompts(6, seed=21, longest=30))]
@@ -88,7 +89,7 @@ def sharded() -> None:
 
 def drafts() -> None:
     """Greedy and sampled requests with drafts: the tokens of one rank without drafts."""
-    model, small = TinyModel(windows=(5, 0)), TinyModel(num_q_heads=4, head_dim=4, seed=5)
+    model, small = TinyTarget(), TinyModel(num_q_heads=4, head_dim=4, seed=5)
     params = [
         graphattn.SamplingParams(n, seed=i, temperature=0.8 * (i % 2))
         for i, (_, n) in enumerate(JOBS)
@@ -102,7 +103,11 @@ def drafts() -> None:
 
     with make_engine(model) as alone:
         expected = [r.token_ids for r in submit(alone)]
-    for interleave, speculate in ((1, graphattn.NGram(3)), (16, graphattn.DraftModel(small, 2))):
+    for interleave, speculate in (
+        (1, graphattn.NGram(3)),
+        (16, graphattn.DraftModel(small, 2)),
+        (2, graphattn.MTP(3, KnowingMTP(model, depth=2, wrong_every=4))),
+    ):
         dcp = graphattn.DCP(dist.group.WORLD, interleave, timeout=60.0)
         with make_engine(model, dcp=dcp, speculate=speculate, max_tokens=24) as engine:
             if dist.get_rank():

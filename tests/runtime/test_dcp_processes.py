@@ -36,7 +36,7 @@ def test_query_heads_sharded_over_the_group(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_drafts_and_sampling_change_no_token(ranks: int) -> None:
-    assert launch(ranks, "drafts").count("equal") == 2
+    assert launch(ranks, "drafts").count("equal") == 3
 
 
 def test_ranks_may_enter_capture_seconds_apart() -> None:
