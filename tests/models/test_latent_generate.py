@@ -126,7 +126,7 @@ def test_replay_verifies_and_audits_clean(family: str) -> None:
     model = tiny_latent(family)
     model.set_experts_implementation("batched_mm")
     with _capture(model, prepack=False, dcp=_virtual(2, 16, "a2a")) as engine:
-        report = engine.verify(15)
+        report = engine.verify(10)
         assert report.ok, str(report)
         audit = engine.audit()
         assert not audit.findings, str(audit)

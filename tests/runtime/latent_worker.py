@@ -44,7 +44,7 @@ def sharded() -> None:
     whole, model = TinyLatent(**options), ShardedHeads(**options)
     model.group = ProcessGroup(dist.group.WORLD, timeout=60.0)
     expected = [whole.generate(p, n) for p, n in JOBS]
-    for reduce, backend in (("ag_rs", "host"), ("a2a", "host"), ("a2a", "eager")):
+    for reduce, backend in (("ag_rs", "host"), ("a2a", "eager")):
         dcp = graphattn.DCP(dist.group.WORLD, 3, reduce, timeout=60.0)
         tokens = run_engine(model, dcp, backend=backend)
         if tokens is not None:
@@ -55,17 +55,12 @@ def sharded() -> None:
 def deepseek() -> None:
     """A DeepSeek of transformers on every rank: tokens equal those of one process."""
     model = tiny_latent("deepseek-v3")
-    with graphattn.capture(model, 4, max_seq_len=64, max_tokens=16, page_size=4) as engine:
-        requests = [engine.submit(p, max_new_tokens=n) for p, n in JOBS]
-        while engine.busy:
-            engine.step()
-        expected = [r.token_ids for r in requests]
-    for interleave, reduce in ((1, "ag_rs"), (16, "a2a")):
-        dcp = graphattn.DCP(dist.group.WORLD, interleave, reduce, timeout=60.0)
-        tokens = run_engine(model, dcp, max_seq_len=64)
-        if tokens is not None:
-            assert tokens == expected, (interleave, reduce)
-            print(f"equal deepseek {interleave} {reduce}", flush=True)
+    expected = None if dist.get_rank() else run_engine(model, None, backend="eager", max_seq_len=64)
+    dcp = graphattn.DCP(dist.group.WORLD, 16, "a2a", timeout=60.0)
+    tokens = run_engine(model, dcp, max_seq_len=64)
+    if tokens is not None:
+        assert tokens == expected
+        print("equal deepseek", flush=True)
 
 
 if __name__ == "__main__":

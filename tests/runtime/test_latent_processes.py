@@ -18,5 +18,5 @@ def test_latents_over_two_processes() -> None:
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("equal heads") == 3
-    assert done.stdout.count("equal deepseek") == 2
+    assert done.stdout.count("equal heads") == 2
+    assert done.stdout.count("equal deepseek") == 1
