@@ -52,7 +52,8 @@ def capture(
             `max_batch`. Default: powers of two.
         backend: "cuda", "host" (record and replay on a CPU), "eager" (no graph), or "auto".
         dcp: shard the KV cache of every request over a group of ranks.
-        speculate: `NGram(k)` or `DraftModel(model, k)`: draft tokens, verified in the next step.
+        speculate: `NGram(k)`, `DraftModel(model, k)` or `MTP(k)`: draft tokens, verified in the
+            next step.
         run_ahead: steps that may be launched before their results are read, 1 to 4.
         max_queue: requests that may wait for a slot.
         prepack: host backend, float32: pack the weights of linears for the CPU. Costs a second

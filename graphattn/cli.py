@@ -71,7 +71,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P")
     generate.add_argument("--seed", type=int, help="of the first prompt; the next ones count on")
     generate.add_argument(
-        "--speculate", metavar="HOW", help="ngram:K or draft:MODEL_FOLDER:K; changes no token"
+        "--speculate",
+        metavar="HOW",
+        help="ngram:K, mtp:K or draft:MODEL_FOLDER:K; changes no token",
     )
 
     demo = commands.add_parser(
@@ -150,9 +152,10 @@ def _params(arguments: argparse.Namespace, count: int) -> list[SamplingParams]:
 
 
 def _speculation(text: str | None, loaded: Loaded) -> Speculation | None:
-    """`ngram:K` or `draft:FOLDER:K`, the draft model on the device of the target."""
+    """`ngram:K`, `mtp:K` or `draft:FOLDER:K`, the draft model on the device of the target."""
     from graphattn.draft import NGram
     from graphattn.draft_model import DraftModel
+    from graphattn.mtp import MTP
     from graphattn.text import load
 
     if text is None:
@@ -161,9 +164,11 @@ def _speculation(text: str | None, loaded: Loaded) -> Speculation | None:
     folder, _, count = rest.rpartition(":")
     if kind == "ngram" and not folder and count.isdecimal():
         return NGram(int(count))
+    if kind == "mtp" and not folder and count.isdecimal():
+        return MTP(int(count))
     if kind == "draft" and folder and count.isdecimal():
         return DraftModel(load(Path(folder), loaded.model.device).model, int(count))
-    raise wrong("speculate", "ngram:K or draft:MODEL_FOLDER:K", text, "For example ngram:3.")
+    raise wrong("speculate", "ngram:K, mtp:K or draft:MODEL_FOLDER:K", text, "Say ngram:3.")
 
 
 def _acceptance(stats: Stats) -> str:

@@ -52,6 +52,10 @@ class Drafter(Protocol):
         """What outlives a step, but for the pools, by name."""
         ...
 
+    def weights(self) -> dict[str, Tensor]:
+        """Constant weights, by name; they stay in place."""
+        ...
+
 
 class Speculation(Protocol):
     """What `capture` takes as `speculate`: how many drafts, and how to make the drafter."""
@@ -142,6 +146,9 @@ class _Lookup:
         return {}
 
     def lasting(self) -> dict[str, Tensor]:
+        return {}
+
+    def weights(self) -> dict[str, Tensor]:
         return {}
 
 

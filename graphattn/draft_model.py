@@ -13,7 +13,7 @@ from graphattn.draft import Drafter, DraftProgram, check_k
 from graphattn.drafting import Drafting
 from graphattn.errors import ConfigError, UnsupportedModelError, wrong
 from graphattn.memory import ModelMemory, StepMemory
-from graphattn.models import adapt
+from graphattn.models import adapt, weights
 from graphattn.models.contract import AttentionLayer, StepModel
 from graphattn.view import ModelStep
 
@@ -73,6 +73,9 @@ class _ModelDrafter:
 
     def lasting(self) -> dict[str, Tensor]:
         return {}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {f"draft.{name}": weight for name, weight in weights(self.model).items()}
 
 
 class _ModelDraft:

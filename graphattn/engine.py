@@ -293,7 +293,7 @@ class Engine:
             backend=self.config.backend,
             device=self.config.device,
             stream=self._stream.cuda if isinstance(self._stream, CudaStream) else None,
-            weights=weights(self._model) if self.config.prepack else {},
+            weights=weights(self._model) | (self._drafter.weights() if self._drafter else {}),
             prepack=self.config.prepack,
             untouched=tuple(self._pools().values()),
             progress=progress,

@@ -26,6 +26,7 @@ from graphattn.drafting import Drafting, DraftingSlots
 from graphattn.errors import ConfigError, UnsupportedModelError, wrong
 from graphattn.memory import ModelMemory, StepMemory
 from graphattn.metadata import StepBuffers, StepRows
+from graphattn.models import weights
 from graphattn.models.contract import AttentionLayer, StepModel
 from graphattn.models.mtp import MTPModule, adapt_mtp
 from graphattn.mtp_overlap import Overlap
@@ -103,6 +104,9 @@ class _MTPDrafter:
 
     def lasting(self) -> dict[str, Tensor]:
         return {f"mtp.{name}": tensor for name, tensor in self.places.lasting().items()}
+
+    def weights(self) -> dict[str, Tensor]:
+        return {f"mtp.{name}": weight for name, weight in weights(self.module).items()}
 
 
 class Places(Protocol):

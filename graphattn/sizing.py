@@ -203,9 +203,9 @@ def _speculation(speculate: Speculation | None, model: StepModel) -> Speculation
         return None if speculate is None else speculate.resolve(model)
     raise wrong(
         "speculate",
-        "graphattn.NGram(k), graphattn.DraftModel(model, k) or None",
+        "graphattn.NGram(k), DraftModel(model, k), MTP(k) or None",
         speculate,
-        "See docs.",
+        "See docs/speculation.md.",
     )
 
 

@@ -10,6 +10,7 @@ from graphattn.demo import smollm2
 from graphattn.demo.parity import compare
 from graphattn.demo.runs import left_padded, run_generate
 from graphattn.text import LineWriter, TextStream, encode, load
+from profiles.miniature.model import CHECKPOINT
 from tests.tiny_llama import byte_tokenizer, save_tiny_llama, tiny_llama
 
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
@@ -52,6 +53,19 @@ def test_drafts_change_no_text_greedy_or_sampled(
             texts.append([line for line in shown if line.startswith("[1]")])
             assert any("drafts accepted" in line for line in shown) == bool(speculate)
         assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_checkpoints_own_module_drafts(capsys: pytest.CaptureFixture[str]) -> None:
+    base = ["generate", "--model", str(CHECKPOINT), "--prompt", "The import", "--max-batch", "1"]
+    base += ["--max-new-tokens", "9", "--max-seq-len", "32", "--backend", "eager"]
+    texts = []
+    for speculate in ([], ["--speculate", "mtp:1"]):
+        assert main([*base, *speculate]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        texts.append([line for line in shown if line.startswith("[1]")])
+    assert texts[0] == texts[1]
+    assert "drafts accepted" in shown[-1]
+    assert "accepted 0 of" not in shown[-1]
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def notes(model: StepModel) -> tuple[str, ...]:
     return tuple(getattr(model, "notes", ()))
 
 
-def weights(model: StepModel) -> dict[str, Tensor]:
-    """Parameters of a model that is a module or has one, by name; they stay in place."""
+def weights(model: object) -> dict[str, Tensor]:
+    """Parameters of a model that is a torch module or has one, by name; they stay in place."""
     module = getattr(model, "module", model)
     return dict(module.named_parameters()) if isinstance(module, nn.Module) else {}

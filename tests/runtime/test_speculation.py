@@ -59,7 +59,8 @@ def plain(model: TinyModel) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("k", "backend"), [(k, "host") for k in range(1, 6)] + [(1, "eager"), (3, "eager"), (5, "eager")]
+    ("k", "backend"),
+    [(k, "host") for k in range(1, 6)] + [(1, "eager"), (3, "eager"), (5, "eager")],
 )
 def test_a_draft_model_changes_no_token(
     model: TinyModel, small: TinyModel, plain: list[tuple[int, ...]], k: int, backend: str
@@ -281,6 +282,9 @@ class FeatureDrafter:
         return {}
 
     def lasting(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def weights(self) -> dict[str, torch.Tensor]:
         return {}
 
 
