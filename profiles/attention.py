@@ -16,8 +16,8 @@ from graphattn.state import Finish
 def attention_step(model: StepModel, *, batch: int, length: int) -> Callable[[], None]:
     """A function that runs layer 0's decode attention of `batch` rows of `length` tokens.
 
-    The pages hold random K and V. Metadata is derived once; the call holds KV write, attention
-    and merge, as they stand in a captured step.
+    The pages hold random K and V, or latents. Metadata is derived once; the call holds the write,
+    attention and merge, as they stand in a captured step.
     """
     page_size = 64
     pages_per_seq = -(-length // page_size)
@@ -60,4 +60,7 @@ def attention_step(model: StepModel, *, batch: int, length: int) -> Callable[[],
     def run() -> None:
         memory.target.attention.attend(0, q, k, v, [buffers], mixed=False)
 
-    return run
+    def run_latent() -> None:
+        memory.target.attention.attend_latent(0, q, k[:, 0], [buffers], mixed=False)
+
+    return run_latent if layer.value_dim else run

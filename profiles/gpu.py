@@ -21,9 +21,10 @@ import graphattn
 from graphattn.engine import Engine
 from profiles.attention import attention_step
 from profiles.interleave import timed_step
-from profiles.plain_llama import LLAMA_8B, Shape, plain_llama
+from profiles.plain_llama import DEEPSEEK_V3, LLAMA_8B, Shape, plain_llama
 from profiles.record import append, context, spread
 
+SMALL_LATENT = Shape(layers=1, heads=5, kv_heads=1, head_dim=48, value_dim=40)
 PATHS = {
     "gqa-64": Shape(),
     "mha-80": Shape(heads=3, kv_heads=3, head_dim=80),
@@ -33,6 +34,15 @@ PATHS = {
     "windows": Shape(layers=3, windows=(0, 24, 8)),
     "softcap": Shape(softcap=30.0),
     "sinks": Shape(sinks=True, windows=(16, 0)),
+    "latent-48-of-5": Shape(heads=5, kv_heads=1, head_dim=48, value_dim=40, windows=(0, 24)),
+    "latent-576-of-16": replace(DEEPSEEK_V3, layers=2, hidden=64, heads=16, vocab=251),
+    "latent-576-of-128": replace(DEEPSEEK_V3, layers=2, hidden=64, vocab=251),
+}
+# What `attention` measures: real size, and size of a dry run.
+ATTENTION = {
+    "gqa-8b": (replace(LLAMA_8B, layers=1, vocab=1024), Shape(layers=1)),
+    "latent-of-16": (replace(DEEPSEEK_V3, heads=16), SMALL_LATENT),
+    "latent-of-128": (DEEPSEEK_V3, SMALL_LATENT),
 }
 LAUNCH_NODES = (1, 10, 100, 1000)
 
@@ -152,23 +162,33 @@ def _straight_line(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def attention(place: Place) -> list[Record]:
-    """Decode attention of one layer: bytes of K and V read a second, beside a device copy."""
+    """Decode attention of one layer: bytes of KV read a second, beside a device copy."""
     copied = _copy_bandwidth(place)
     print(f"copy: {copied / 1e9:.0f} GB/s", flush=True)
     cases = [(4, 64)] if place.dry else [(1, 4096), (8, 4096), (32, 4096), (32, 16384), (128, 4096)]
-    return [_attention(place, batch, length, copied) for batch, length in cases]
+    return [
+        _attention(place, kind, batch, length, copied)
+        for kind in ATTENTION
+        for batch, length in cases
+    ]
 
 
-def _attention(place: Place, batch: int, length: int, copied: float) -> Record:
-    shape = Shape(layers=1) if place.dry else replace(LLAMA_8B, layers=1, vocab=1024)
+def _attention(place: Place, kind: str, batch: int, length: int, copied: float) -> Record:
+    real, small = ATTENTION[kind]
+    shape = small if place.dry else real
     model = plain_llama(shape, max_seq_len=length, device=place.device, dtype=place.dtype)
     step = attention_step(model, batch=batch, length=length)
-    read = 2 * batch * length * shape.kv_heads * shape.head_dim * place.dtype.itemsize
+    entry = model.attention_layers[0].entry_values * place.dtype.itemsize
+    read = batch * length * entry
     seconds = place.seconds(step if place.dry else _straight_line(step), repeats=30)
     rate = read / statistics.median(seconds)
-    print(f"B={batch} L={length}: {rate / 1e9:.0f} GB/s, {rate / copied:.0%} of copy", flush=True)
+    print(
+        f"{kind} B={batch} L={length}: {rate / 1e9:.0f} GB/s, {rate / copied:.0%} of copy",
+        flush=True,
+    )
     return {
         "part": "attention",
+        "kind": kind,
         "batch": batch,
         "length": length,
         "seconds": spread(seconds),

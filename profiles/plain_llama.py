@@ -25,10 +25,13 @@ class Shape:
     windows: tuple[int, ...] = (0,)
     softcap: float = 0.0
     sinks: bool = False
+    value_dim: int = 0  # > 0: latents of head_dim values in place of K and V; kv_heads = 1
 
 
 # Of the 8-billion-parameter Llama 3.
 LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128_256)
+# The latent attention of DeepSeek-V3, with all heads on one rank.
+DEEPSEEK_V3 = Shape(1, 1024, 128, 1, 576, 1024, 1024, value_dim=512)
 
 
 class Layer(nn.Module):
@@ -38,21 +41,30 @@ class Layer(nn.Module):
         super().__init__()
         self.shape = shape
         self.norm_1, self.norm_2 = nn.RMSNorm(shape.hidden), nn.RMSNorm(shape.hidden)
-        heads = shape.heads + 2 * shape.kv_heads
+        heads = shape.heads + (1 if shape.value_dim else 2 * shape.kv_heads)
+        out_dim = shape.value_dim or shape.head_dim
         self.qkv = nn.Linear(shape.hidden, heads * shape.head_dim, bias=False)
-        self.o = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+        self.o = nn.Linear(shape.heads * out_dim, shape.hidden, bias=False)
         self.gate_up = nn.Linear(shape.hidden, 2 * shape.intermediate, bias=False)
         self.down = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: Tensor, index: int, step: ModelStep, cos: Tensor, sin: Tensor) -> Tensor:
         """x [T, hidden]; cos and sin [T, 1, head_dim]."""
-        shape = self.shape
-        heads = self.qkv(self.norm_1(x)).view(x.shape[0], -1, shape.head_dim)
-        q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        x = x + self.o(step.attend(index, q, k, v).flatten(1))
+        heads = self.qkv(self.norm_1(x)).view(x.shape[0], -1, self.shape.head_dim)
+        x = x + self.o(self.attend(heads, index, step, cos, sin).flatten(1))
         gate, up = self.gate_up(self.norm_2(x)).chunk(2, dim=-1)
         return x + self.down(F.silu(gate) * up)
+
+    def attend(
+        self, heads: Tensor, index: int, step: ModelStep, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Attention of the heads [T, q and k and v, or q and latent, head_dim]."""
+        shape = self.shape
+        if shape.value_dim:
+            q, latent = rotate(heads, cos, sin).split([shape.heads, 1], dim=1)
+            return step.attend_latent(index, q, latent.squeeze(1))
+        q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+        return step.attend(index, rotate(q, cos, sin), rotate(k, cos, sin), v)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -107,6 +119,7 @@ class PlainLlama(nn.Module):
                 softcap=shape.softcap,
                 window=shape.windows[i % len(shape.windows)],
                 sinks=None if self.sinks is None else self.sinks.float(),
+                value_dim=shape.value_dim,
             )
             for i in range(shape.layers)
         )

@@ -28,7 +28,7 @@ def _prompts() -> list[list[int]]:
 
 
 def _generate(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
-    ids = torch.tensor([list(prompt)])
+    ids = torch.tensor([list(prompt)], device=model.device)
     output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
     )
