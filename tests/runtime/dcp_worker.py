@@ -106,7 +106,7 @@ def drafts() -> None:
     for interleave, speculate in (
         (1, graphattn.NGram(3)),
         (16, graphattn.DraftModel(small, 2)),
-        (2, graphattn.MTP(3, KnowingMTP(model, depth=2, wrong_every=4))),
+        (2, graphattn.MTP(3, KnowingMTP(model, depth=2, fails=True))),
     ):
         dcp = graphattn.DCP(dist.group.WORLD, interleave, timeout=60.0)
         with make_engine(model, dcp=dcp, speculate=speculate, max_tokens=24) as engine:

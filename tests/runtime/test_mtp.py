@@ -21,12 +21,13 @@ from graphattn import (
     UnsupportedModelError,
     VirtualGroup,
 )
+from graphattn.bounds import kv_place
 from graphattn.engine import Engine
 from graphattn.request import Request
 from tests.runtime.lagging_stream import LaggingStream
 from tests.runtime.serving import make_engine
 from tests.runtime.tiny_model import TinyModel
-from tests.runtime.tiny_mtp import WINDOW, KnowingMTP, TinyTarget, windowful
+from tests.runtime.tiny_mtp import WINDOW, KnowingMTP, TinyTarget, fails_at, windowful
 
 TEXTS = windowful(4, seed=12, longest=35)
 TOKENS = 13
@@ -150,11 +151,34 @@ class Watch:
                     right &= draft == tokens[position]
 
 
-def check_partly_wrong(watch: Watch, every: int) -> None:
+def check_partly_wrong(watch: Watch) -> None:
     """After right drafts a draft is right, or wrong on purpose."""
     seen = [(p, draft == token) for p, draft, token, fair in watch.beside_truth() if fair]
-    assert all(right == (p % every != 0) for p, right in seen)
+    fails = fails_at(torch.arange(100)).tolist()
+    assert all(right != fails[p] for p, right in seen)
     assert {right for _, right in seen} == {True, False}
+
+
+def check_caches(engine: Engine, target: TinyTarget, depth: int) -> int:
+    """Every entry of the modules' caches is that of the committed tokens; how many there are.
+
+    Module i holds position p + i + 1 at place p, as far as that token is committed.
+    """
+    state, bounds, drafter = engine._memory.state, engine.config.bounds, engine._drafter
+    count = 0
+    for seat in engine._scheduler._seats.values():
+        seq_len = int(state.seq_len[seat.slot])
+        tokens = state.history[seat.slot, :seq_len].long()
+        x = target.embed(tokens) + target.position.weight[:seq_len]
+        keys = target._split(0, x)[1]
+        for index in range(depth):
+            for p in range(min(int(state.context_len[seat.slot]), seq_len - index - 1)):
+                place = kv_place(p, bounds.dcp_size, bounds.interleave, bounds.page_size)
+                pool = drafter.memory.shards[place.rank].pools.keys[index]
+                got = pool[state.page_table[seat.slot, place.column], :, place.offset]
+                torch.testing.assert_close(got, keys[p + index + 1], rtol=1e-5, atol=1e-5)
+                count += 1
+    return count
 
 
 @pytest.mark.parametrize(
@@ -176,12 +200,20 @@ def test_partial_acceptance_leaves_every_later_draft_right(
 ) -> None:
     """Cases A5, A6: what follows a rejection is derived from committed lengths; A7, A11: shards are
     empty for the first tokens. Rejected tokens leave nothing behind in the caches of a chain."""
-    module = KnowingMTP(target, depth, wrong_every=3)
+    module = KnowingMTP(target, depth, fails=True)
     options = {"dcp": virtual(W, I), "run_ahead": 1, "max_tokens": 21}
     with make_engine(target, speculate=MTP(k, module), **options) as engine:
-        watch = Watch(engine)
-        assert [r.token_ids for r in serve(engine, greedy=True, after_step=watch)] == greedy
-    check_partly_wrong(watch, 3)
+        watch, entries = Watch(engine), 0
+
+        def after_step() -> None:
+            nonlocal entries
+            watch()
+            entries += check_caches(engine, target, min(depth, k))
+
+        requests = serve(engine, greedy=True, after_step=after_step)
+    assert [r.token_ids for r in requests] == greedy
+    assert entries > 100
+    check_partly_wrong(watch)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +223,7 @@ def test_late_steps_change_no_token(
     target: TinyTarget, plain: list[list[int]], run_ahead: int, W: int
 ) -> None:
     options = {"run_ahead": run_ahead, "dcp": virtual(W, 2), "stream": LaggingStream(pace=2)}
-    module = KnowingMTP(target, wrong_every=4)
+    module = KnowingMTP(target, fails=True)
     with make_engine(target, speculate=MTP(2, module), **options) as engine:
         assert [r.token_ids for r in serve(engine)] == plain
 

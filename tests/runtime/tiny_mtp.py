@@ -52,17 +52,22 @@ class TinyTarget(TinyModel):
         return F.layer_norm(x, x.shape[-1:])
 
 
+def fails_at(position: Tensor) -> Tensor:
+    """Five positions of eleven: one to three in a row, one to four apart."""
+    return position.square() % 11 < 4
+
+
 class KnowingMTP:
     """Drafts what the target will say, where hidden state, token and position fit each other.
 
     Every module of the chain does the target's own work for its token, in a cache of its own. The
     hidden state that it is given must be the one that announced this token, as it is wherever
-    tokens were drawn greedily; where it is not, the draft is wrong on purpose. `wrong_every`: so it
-    is for tokens at multiples of that position.
+    tokens were drawn greedily; where it is not, the draft is wrong on purpose. `fails`: so it is
+    for tokens at the positions of `fails_at`.
     """
 
-    def __init__(self, target: TinyTarget, depth: int = 1, *, wrong_every: int = 0) -> None:
-        self.target, self.depth, self.wrong_every = target, depth, wrong_every
+    def __init__(self, target: TinyTarget, depth: int = 1, *, fails: bool = False) -> None:
+        self.target, self.depth, self.fails = target, depth, fails
         self.hidden_size = target.embed.embedding_dim
         self.vocab_size, self.max_seq_len = target.vocab_size, target.max_seq_len
         self.attention_layers = target.attention_layers * depth
@@ -72,8 +77,8 @@ class KnowingMTP:
         target = self.target
         own = target.run(step, layer=index)
         announced = target.head(hidden).argmax(-1) == step.input_ids
-        if self.wrong_every:
-            announced &= (step.positions + 1) % self.wrong_every != 0
+        if self.fails:
+            announced &= ~fails_at(step.positions + 1)
         logits = target.head(own)
         logits = torch.where(announced[:, None], logits, logits.roll(1, -1))
         return MTPOutput(logits[step.logits_token], own)
