@@ -216,6 +216,25 @@ def test_partial_acceptance_leaves_every_later_draft_right(
     check_partly_wrong(watch)
 
 
+def test_rows_of_a_chain_keep_the_kind_that_they_have_for_the_target(target: TinyTarget) -> None:
+    """A row that decodes sees places of its prompt again, and is a decode row all the same: a
+    decode graph has no prefill items."""
+    with make_engine(target, speculate=MTP(3, KnowingMTP(target, 3)), run_ahead=1) as engine:
+        memory, drafter, kinds = engine._memory, engine._drafter, set()
+        step, state = drafter.memory.shards[0].buffers, memory.state  # of the last module's pass
+
+        def after_step() -> None:
+            for row, slot in enumerate(memory.inputs.slot_of_row.tolist()):
+                if slot >= 0 and int(state.finish[slot]) == 0:
+                    decodes = bool(drafter.drafting.committed[slot] >= state.prompt_len[slot])
+                    assert bool(step.row_splits[0, row] > 0) == decodes
+                    kinds.add((decodes, int(step.token_count[row])))
+
+        serve(engine, greedy=True, after_step=after_step)
+    assert {decodes for decodes, _ in kinds} == {True, False}
+    assert max(count for decodes, count in kinds if decodes) == 4 + 2
+
+
 @pytest.mark.parametrize(
     ("run_ahead", "W"), [(3, 1), *(pytest.param(r, 4, marks=pytest.mark.slow) for r in (1, 2, 3))]
 )
