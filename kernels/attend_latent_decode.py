@@ -72,6 +72,7 @@ def latent_decode_kernel(
         b_acc, b_sum, b_max = attend_latent_range(
             b_qv,
             b_qr,
+            m_m,
             b_start,
             b_end,
             lo,

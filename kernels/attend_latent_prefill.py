@@ -63,6 +63,7 @@ def latent_prefill_kernel(
         b_acc, b_sum, b_max = attend_latent_range(
             b_qv,
             b_qr,
+            m_m,
             b_start,
             b_end,
             lo,

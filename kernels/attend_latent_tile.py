@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .attend_tile import online_softmax_update
+from .attend_tile import NO_POSITION, online_softmax_update, visible_scores
 
 # Integer arguments of both kernels. None is specialized: a value of 1, or a multiple of 16, would
 # compile another variant, perhaps inside a capture.
@@ -33,6 +33,7 @@ def load_query(
 def attend_latent_range(
     b_qv,
     b_qr,
+    m_m,
     b_start,
     b_end,
     lo,
@@ -62,6 +63,9 @@ def attend_latent_range(
     b_max = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_acc = tl.zeros((BLOCK_M, b_qv.shape[1]), tl.float32)
+    # Every row of the tile sees the positions [all_from, all_to).
+    all_from = tl.max(b_start, 0)
+    all_to = tl.min(tl.where(m_m, b_end, NO_POSITION), 0)
     start = lo // BLOCK_N * BLOCK_N
     if PAGE_SIZE % BLOCK_N == 0:
         next_page = tl.load(table_ptr + start // PAGE_SIZE, mask=lo < hi, other=0)
@@ -87,9 +91,14 @@ def attend_latent_range(
         if WIDEN:
             b_v = b_v.to(tl.float32)
             b_r = b_r.to(tl.float32)
-        b_s = tl.dot(b_qr, tl.trans(b_r), input_precision=PRECISION)  # [M, N]
-        b_s = tl.dot(b_qv, tl.trans(b_v), b_s, input_precision=PRECISION) * scale_log2
-        b_p, b_decay, b_sum, b_max = online_softmax_update(b_s, o_n, b_start, b_end, b_sum, b_max)
+        # Neither dot of the scores leads to another dot without a branch between (the sum of two
+        # scaled terms is no accumulation): else the compiler gives each warp group of sm_90 all
+        # positions, for reductions within a warp, and both compute the same.
+        b_s = tl.dot(b_qr, tl.trans(b_r), input_precision=PRECISION) * scale_log2  # [M, N]
+        b_s += tl.dot(b_qv, tl.trans(b_v), input_precision=PRECISION) * scale_log2
+        if (n < all_from) | (n + BLOCK_N > all_to):
+            b_s = visible_scores(b_s, o_n, b_start, b_end)
+        b_p, b_decay, b_sum, b_max = online_softmax_update(b_s, b_sum, b_max)
         b_acc = b_acc * b_decay[:, None]
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
     return b_acc, b_sum, b_max

@@ -9,7 +9,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
-_NO_POSITION = tl.constexpr(2**31 - 1)
+NO_POSITION = tl.constexpr(2**31 - 1)
 
 # Integer arguments of both kernels. None is specialized: a value of 1, or a multiple of 16, would
 # compile another variant, perhaps inside a capture.
@@ -35,7 +35,7 @@ def visible_ranges(start_ptr, end_ptr, o_t, m_t):
     b_start = tl.load(start_ptr + o_t, mask=m_t, other=0)
     b_end = tl.load(end_ptr + o_t, mask=m_t, other=0)
     m_seen = b_end > b_start
-    lo = tl.min(tl.where(m_seen, b_start, _NO_POSITION), 0)
+    lo = tl.min(tl.where(m_seen, b_start, NO_POSITION), 0)
     hi = tl.max(tl.where(m_seen, b_end, 0), 0)
     return b_start, b_end, tl.minimum(lo, hi), hi
 
@@ -106,20 +106,26 @@ def attend_range(
             b_s = _tanh(b_s * (scale / softcap)) * (softcap * LOG2E)
         else:
             b_s = b_s * (scale * LOG2E)
-        b_p, b_decay, b_sum, b_max = online_softmax_update(b_s, o_n, b_start, b_end, b_sum, b_max)
+        b_s = visible_scores(b_s, o_n, b_start, b_end)
+        b_p, b_decay, b_sum, b_max = online_softmax_update(b_s, b_sum, b_max)
         b_acc = b_acc * b_decay[:, None]
         b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc, input_precision=PRECISION)
     return b_acc, b_sum, b_max
 
 
 @triton.jit
-def online_softmax_update(b_s, o_n, b_start, b_end, b_sum, b_max):
-    """Take in scores [M, N] (base 2) of the positions `o_n`, each row's own range of them.
+def visible_scores(b_s, o_n, b_start, b_end):
+    """Scores [M, N] of the positions `o_n`, -inf where a row does not see the position."""
+    m_s = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
+    return tl.where(m_s, b_s, float("-inf"))
+
+
+@triton.jit
+def online_softmax_update(b_s, b_sum, b_max):
+    """Take in scores [M, N] (base 2).
 
     Returns their weights, the decay of what was summed before, and the new sum and maximum.
     """
-    m_s = (o_n[None, :] >= b_start[:, None]) & (o_n[None, :] < b_end[:, None])
-    b_s = tl.where(m_s, b_s, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
     # A row that has seen nothing yet has maximum -inf, and -inf - -inf is NaN.
     b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)

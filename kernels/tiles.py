@@ -69,13 +69,16 @@ _PREFILL: dict[str, dict[int, tuple[int, int, int, int]]] = {
 }
 
 # Latent attention, (warps, stages, block_n) by block_m, for 2-byte dtypes and entries of up to
-# 512 + 64 values; smaller ones take less of everything. The sm_80 table stays under 99 KiB.
+# 512 + 64 values; smaller ones take less of everything. 32 rows take more than the 99 KiB of shared
+# memory that the small devices of sm_80's family have. Below 64 rows, more positions than rows lay
+# the warps along the positions: along the rows, some would repeat the work of others.
 _LATENT: dict[str, dict[int, tuple[int, int, int]]] = {
-    "sm_80": {16: (8, 2, 64), 32: (8, 2, 32)},
+    "sm_80": {16: (8, 2, 64), 32: (8, 2, 64)},
     "sm_90": {16: (8, 2, 64), 32: (8, 2, 64), 64: (8, 2, 64)},
     "sm_100": {16: (8, 2, 64), 32: (8, 2, 64), 64: (8, 2, 64)},
+    **{arch: {16: (8, 2, 64)} for arch in ("sm_86", "sm_89", "sm_120", "sm_121")},
 }
-_LATENT_FP32 = Tile(block_m=16, block_n=16, num_warps=8, num_stages=2)
+_LATENT_FP32 = Tile(block_m=16, block_n=32, num_warps=8, num_stages=2)
 _LATENT_FP32_VALUE_DIM = 128  # more spills in the loop, whatever the tile
 
 # Triton's interpreter pays per operation, whatever the block: small tiles make small tests.
@@ -192,7 +195,7 @@ def _latent_tile(arch: str, value_dim: int, rows: int, dtype: torch.dtype) -> Ti
     wanted = max(16, _power_of_two(rows))
     if arch == "cpu":
         return Tile(min(wanted, 32), _INTERPRETED.block_n, 1, 1)
-    table = _LATENT[_table_arch(arch)]
+    table = _LATENT[arch if arch in _LATENT else _table_arch(arch)]
     if dtype == torch.float32:
         if value_dim > _LATENT_FP32_VALUE_DIM:
             raise ValueError(

@@ -85,10 +85,12 @@ def test_places_without_a_token() -> None:
         Row(0, 7, prefill=True, tokens=4, seed=30),
         Row(0, 4, padding=True),
         Row(33, 4, seed=40),
+        Row(40, 4, tokens=2, seed=50),  # beside tokens that see whole blocks
+        Row(35, 5, prefill=True, tokens=4, seed=60),
     ]
     case = run(rows, Latent(2, 32, 16, Setting(decode_query_len=4, tail=3)))
     check(case)
-    assert int((case.args["visible_end"] == 0).sum()) == 2 + 4 + 3 + 4 + 3
+    assert int((case.args["visible_end"] == 0).sum()) == 2 + 4 + 3 + 4 + 2 + 1 + 3
 
 
 @pytest.mark.parametrize(("world", "interleave"), [(2, 1), (4, 3)])
