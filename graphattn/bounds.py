@@ -167,15 +167,21 @@ class Bounds:
         return min(tokens, self.decode_tokens)
 
     @property
+    def max_admission_updates(self) -> int:
+        """Page-table entries of the requests that one step can admit: those of its tokens, and at
+        least one request with the pages of its whole prompt."""
+        return max(self.pages_per_seq, self.max_batch + self.pages_for(self.max_tokens))
+
+    @property
     def max_page_updates(self) -> int:
         """Page-table entries that one step can set.
 
-        The visible and written range of a row grows by at most its token places (a decode row's
-        bound jumps by up to two query lengths while results are unread), and each row can start
-        one page more than those tokens fill.
+        The bound of a decode row grows by at most the token places of a few steps (it jumps by up
+        to two query lengths while results are unread), and each row can start one page more than
+        those tokens fill.
         """
         per_row = 1 + self.pages_for(3 * self.decode_query_len)
-        return self.max_batch * per_row + self.pages_for(self.max_tokens)
+        return self.max_batch * per_row + self.max_admission_updates
 
 
 def _check_int(name: str, value: object, *, at_least: int) -> None:

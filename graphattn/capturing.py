@@ -30,6 +30,7 @@ def capture(
     speculate: Speculation | None = None,
     run_ahead: int = 2,
     max_queue: int = 4096,
+    prefix_reuse: bool = True,
     prepack: bool = True,
     progress: bool | Progress = False,
 ) -> Engine:
@@ -56,6 +57,8 @@ def capture(
             next step.
         run_ahead: steps that may be launched before their results are read, 1 to 4.
         max_queue: requests that may wait for a slot.
+        prefix_reuse: requests share the KV of equal prefixes, in whole units of
+            `graphattn.bounds.prefix_unit` tokens.
         prepack: host backend, float32: pack the weights of linears for the CPU. Costs a second
             copy of them; weights updated in place are packed anew.
         progress: True for lines on stderr, or a callable (bucket name, done, total).
@@ -81,6 +84,7 @@ def capture(
             speculate=speculate,
             run_ahead=run_ahead,
             max_queue=max_queue,
+            prefix_reuse=prefix_reuse,
             prepack=prepack,
         ),
         step_model,

@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from graphattn._capture.graph import Graph
 from graphattn._capture.verify import VerifyReport, verify
-from graphattn.config import Bucket
+from graphattn.config import Bucket, BucketSet
 from graphattn.draft import Drafter
+from graphattn.errors import wrong
 from graphattn.inputs import InputRing, PromptRing, StepInputs
 from graphattn.memory import StepMemory
+from graphattn.policy import first_come
 from graphattn.request import SamplingParams, new_request
 from graphattn.ring import OutputRing
 from graphattn.scheduler import Scheduler
 from graphattn.sizing import EngineConfig
 from graphattn.stream import Stream
 
+if TYPE_CHECKING:
+    from graphattn._capture.audit import AuditReport
+
 HUGE_ID = 2**30  # out of bounds wherever it is taken for an index
 ARRIVAL_CHANCE = 0.4  # of a new request before a step: batches grow, shrink and cross buckets
+
+
+def audit_programs(
+    programs: Mapping[Bucket, Callable[[], None]], buckets: BucketSet
+) -> AuditReport:
+    """The largest decode and mixed step on a fake CUDA device."""
+    from graphattn._capture.audit import audit
+
+    largest = [programs[group[-1]] for group in (buckets.decode, buckets.mixed)]
+    return audit(lambda: [program() for program in largest])
 
 
 class Checkup:
@@ -42,6 +58,10 @@ class Checkup:
         *,
         seed: int,
     ) -> None:
+        if config.prepack:
+            raise wrong(
+                "verify", "an engine without prepacked linears", "prepack=True", "See `prepack`."
+            )
         bounds, device = config.bounds, config.device
         self._config, self._memory, self._stream = config, memory, stream
         self._programs, self._graphs = programs, graphs
@@ -50,7 +70,11 @@ class Checkup:
         self._prompts = PromptRing(bounds, device, prompts_in_flight=bounds.max_batch)
         self._outputs = OutputRing(bounds, device, steps_in_flight=1)
         self._scheduler = Scheduler(
-            bounds, max_queue=bounds.max_batch, prompts_fit=self._prompts.has_room
+            bounds,
+            max_queue=bounds.max_batch,
+            window=0,
+            lookahead=None,
+            prompts_fit=self._prompts.has_room,
         )
         self._entries = {  # what a run leaves in the pages at the places of its tokens
             name: torch.zeros(bounds.max_tokens, pool.shape[1], pool.shape[3]).to(pool)
@@ -111,8 +135,8 @@ class Checkup:
             idle = self._scheduler.idle
             if self._scheduler.waiting == 0 and (idle or self._random.random() < ARRIVAL_CHANCE):
                 self._arrive(step)
-            inputs = self._scheduler.plan(self._config.bounds.max_tokens)
-            if inputs.rows:
+            plan = first_come(self._scheduler, self._config.bounds.max_tokens, mixed=True)
+            if (inputs := self._scheduler.apply(plan)).rows:
                 return inputs
 
     def _arrive(self, step: int) -> None:

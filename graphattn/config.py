@@ -46,6 +46,16 @@ class BucketSet:
         """The bucket for a step of `tokens` places; there always is one."""
         return next(b for b in (self.mixed if mixed else self.decode) if b.tokens >= tokens)
 
+    def check(self, bucket: Bucket, tokens: int) -> None:
+        """Raise `ConfigError` unless `bucket` is one of them and has `tokens` places."""
+        names = ", ".join(b.name for b in (*self.decode, *self.mixed))
+        if bucket not in (*self.decode, *self.mixed):
+            raise wrong("bucket", f"one of {names}", bucket, "Take it from engine.config.buckets.")
+        if tokens > bucket.tokens:
+            raise wrong(
+                "bucket", f"at least {tokens} token places", bucket.name, "Every row must decode."
+            )
+
 
 def decode_buckets(bounds: Bounds) -> tuple[Bucket, ...]:
     """Powers of two of full decode rows, and exactly `max_batch` rows."""

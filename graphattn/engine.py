@@ -10,21 +10,31 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Self, Unpack
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Unpack
 
 from torch import Tensor
 
 from graphattn._capture import nvtx_ranges
-from graphattn._capture.family import capture_family
-from graphattn._capture.graph import Graph
-from graphattn.checkup import Checkup
+from graphattn.checkup import Checkup, audit_programs
 from graphattn.config import Bucket
 from graphattn.errors import EngineClosedError, StepError, wrong
+from graphattn.graphs import capture_graphs
 from graphattn.inputs import InputRing, PromptRing, StepInputs
 from graphattn.lockstep import Message, open_lockstep
-from graphattn.models import weights
+from graphattn.models import version, weights
 from graphattn.models.contract import StepModel
-from graphattn.report import EngineReport, Progress, Stats, bucket_report, engine_report
+from graphattn.outbox import Outbox
+from graphattn.plan import Plan, Work
+from graphattn.policy import first_come
+from graphattn.report import (
+    EngineReport,
+    Progress,
+    Stats,
+    bucket_report,
+    engine_report,
+    engine_stats,
+)
 from graphattn.request import (
     Completion,
     Event,
@@ -38,16 +48,16 @@ from graphattn.request import (
 )
 from graphattn.ring import OutputRing
 from graphattn.scheduler import Scheduler
-from graphattn.sizing import EngineConfig, open_memory
+from graphattn.sizing import EngineConfig, kv_lookahead, open_memory, widest_window
 from graphattn.step import step_program
-from graphattn.stream import CudaStream, Stream
+from graphattn.stream import Stream
 
 if TYPE_CHECKING:
     from graphattn._capture.audit import AuditReport
     from graphattn._capture.verify import VerifyReport
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """Serves requests by replaying captured steps. Made by `capture`. Not thread-safe."""
 
     def __init__(
@@ -71,16 +81,23 @@ class Engine:
         self._prompts = PromptRing(bounds, device, prompts_in_flight=bounds.max_batch)
         self._outputs = OutputRing(bounds, device, steps_in_flight=config.run_ahead)
         self._scheduler = Scheduler(
-            bounds, max_queue=config.max_queue, prompts_fit=self._prompts.has_room
+            bounds,
+            max_queue=config.max_queue,
+            window=widest_window(model, config.speculate),
+            lookahead=kv_lookahead(config.speculate) if config.prefix_reuse else None,
+            prompts_fit=self._prompts.has_room,
         )
-        self._events: deque[Event] = deque()
+        self._weights = weights(model) | (self._drafter.weights() if self._drafter else {})
+        self._version = version(self._weights)
+        self._outbox = Outbox(config.max_queue)
         self._replays = dict.fromkeys(config.buckets, 0)
-        self._steps = self._emitted = self._submitted = self._finished = 0
+        self._steps = self._submitted = 0
         self._closed: str | None = None
         self._lockstep = open_lockstep(config, model)
         self._last_landed = time.monotonic()
         started = time.perf_counter()
-        self._graphs = self._capture(progress)
+        parts = (self._programs, config, stream, self._weights, self._pools().values())
+        self._graphs = capture_graphs(*parts, progress)
         self._capture_seconds = time.perf_counter() - started
 
     @property
@@ -105,6 +122,7 @@ class Engine:
         `EngineClosedError`. After an error nothing has changed.
         """
         self._check_leads("submit")
+        self._outbox.check_polled()
         params = merge_params(params, fields)
         request = self._new_request(token_ids, params, 0)
         self._scheduler.submit(request)
@@ -123,20 +141,38 @@ class Engine:
         holds fewer rows than are decoding.
         """
         self._check_leads("step")
-        self._read_landed()
-        if not self._outputs.has_room:
-            self._check_progress()
+        if not self._ready():
             return False
-        if bucket is None:
-            inputs = self._scheduler.plan(self.config.bounds.max_tokens)
-            if not inputs.rows:
-                return False
-            bucket = self.config.buckets.smallest(inputs.tokens, mixed=inputs.mixed)
+        if bucket is not None:
+            needed = self._scheduler.decoding * self.config.bounds.decode_query_len
+            self.config.buckets.check(bucket, needed)
+            plan = first_come(self._scheduler, bucket.tokens, mixed=bucket.mixed)
         else:
-            self._check_bucket(bucket)
-            inputs = self._scheduler.plan(bucket.tokens, mixed=bucket.mixed)
-        self._launch_or_end(inputs, bucket)
-        return True
+            plan = first_come(self._scheduler, self.config.bounds.max_tokens, mixed=True)
+        return self._launch_plan(plan, bucket)
+
+    def launch(self, plan: Plan) -> bool:
+        """Launch one step of the caller's own scheduling; False while `run_ahead` are unread.
+
+        `work` lists what can be planned. Raises `ConfigError`, and changes nothing, for a plan that
+        cannot be launched; `StepError` as `step` does.
+        """
+        self._check_leads("launch")
+        if not self._ready():
+            return False
+        self._scheduler.check(plan, self.config.bounds.max_tokens)
+        return self._launch_plan(plan, None)
+
+    def work(self) -> list[Work]:
+        """Every request that has not ended: first those in a slot, first come first."""
+        self._check_leads("work")
+        self._read_landed()
+        return self._scheduler.work()
+
+    def forget_prefixes(self) -> None:
+        """No later request finds the KV of earlier ones. For weights that were changed by other
+        means than torch's in-place operations, which are noticed."""
+        self._scheduler.pages.forget()
 
     def follow(self) -> None:
         """Ranks other than 0 of a process group: launch what rank 0 launches, until it closes.
@@ -161,16 +197,18 @@ class Engine:
                 self._outputs.landed()
             self._launch_or_end(message.inputs, buckets[message.bucket])
 
-    def poll(self) -> list[Event]:
-        """Everything that has landed since the last call, in order. Never waits.
+    def poll(self, timeout: float = 0.0) -> list[Event]:
+        """Everything that has landed since the last call, in order.
 
+        Waits up to `timeout` seconds for the oldest step in flight when nothing has; 0 never waits.
         After `close` it still returns the events that were not handed out.
         """
         if self._closed is None:
             self._read_landed()
-        events = list(self._events)
-        self._events.clear()
-        return events
+            if not self._outbox and timeout > 0:
+                self._outputs.wait(timeout)
+                self._read_landed()
+        return self._outbox.take()
 
     def generate(
         self,
@@ -194,8 +232,7 @@ class Engine:
             if not self.step():
                 self._outputs.wait()
             self._read_landed()
-        own = set(requests)
-        self._events = deque(e for e in self._events if e.request not in own)
+        self._outbox.discard(requests)
         return [completion(request) for request in requests]
 
     def cancel(self, request: Request) -> bool:
@@ -204,29 +241,18 @@ class Engine:
         event = self._scheduler.cancel(request)
         if event is None:
             return False
-        self._report_event(event)
+        self._outbox.put(event)
         return True
 
     def stats(self) -> Stats:
         """Counters since capture, and the state of the moment."""
-        scheduler = self._scheduler
-        return Stats(
+        return engine_stats(
+            self._scheduler,
+            self._outbox,
             steps=self._steps,
             graph_hits=sum(self._replays.values()),
-            fallbacks=self._steps - sum(self._replays.values()),
             in_flight=self._outputs.in_flight,
-            tokens_emitted=self._emitted,
-            tokens_drafted=sum(scheduler.drafted),
-            tokens_accepted=sum(scheduler.accepted),
-            accepted_by_place=tuple(scheduler.accepted),
-            drafted_by_place=tuple(scheduler.drafted),
             requests_submitted=self._submitted,
-            requests_finished=self._finished,
-            running=scheduler.running,
-            waiting=scheduler.waiting,
-            pages_free=scheduler.pages.free,
-            pages_taken=scheduler.pages.taken,
-            events_pending=len(self._events),
         )
 
     def report(self) -> EngineReport:
@@ -245,12 +271,8 @@ class Engine:
     def audit(self) -> AuditReport:
         """Run the largest decode and mixed step on a fake CUDA device and list what would break a
         CUDA graph: host reads, data-dependent shapes, copies between host and device."""
-        from graphattn._capture.audit import audit
-
         self._check_open()
-        buckets = self.config.buckets
-        programs = [self._programs[group[-1]] for group in (buckets.decode, buckets.mixed)]
-        return audit(lambda: [program() for program in programs])
+        return audit_programs(self._programs, self.config.buckets)
 
     def verify(self, steps: int = 50, *, seed: int = 0) -> VerifyReport:
         """Replay against the eager step, bit for bit, over `steps` steps of random requests.
@@ -264,10 +286,7 @@ class Engine:
         self._check_open()
         if self.busy or self._outputs.in_flight:
             raise wrong("verify", "an idle engine", "requests in flight", "Finish them first.")
-        if self.config.prepack:
-            raise wrong(
-                "verify", "an engine without prepacked linears", "prepack=True", "See `prepack`."
-            )
+        self._scheduler.pages.forget()  # a checkup writes into the pages
         parts = (self._memory, self._drafter, self._programs, self._graphs, self._stream)
         return Checkup(self.config, *parts, seed=seed).run(steps)
 
@@ -276,33 +295,33 @@ class Engine:
         if self._closed is None:
             self._end("the engine was closed by its owner", FinishReason.CANCELLED)
 
-    def __enter__(self) -> Self:
-        """The engine itself."""
-        return self
-
     def __exit__(self, *exception: object) -> None:
         """Close it."""
         self.close()
 
-    def _capture(self, progress: Progress | None) -> dict[Bucket, Graph]:
-        """Capture on idle inputs: all rows are padding, so no slot, page or token changes."""
-        self._stream.join()
-        by_name = {bucket.name: bucket for bucket in self._programs}
-        graphs = capture_family(
-            {bucket.name: program for bucket, program in self._programs.items()},
-            backend=self.config.backend,
-            device=self.config.device,
-            stream=self._stream.cuda if isinstance(self._stream, CudaStream) else None,
-            weights=weights(self._model) | (self._drafter.weights() if self._drafter else {}),
-            prepack=self.config.prepack,
-            untouched=tuple(self._pools().values()),
-            progress=progress,
-        )
-        return {by_name[name]: graph for name, graph in graphs.items()}
-
     def _pools(self) -> dict[str, Tensor]:
         """KV pools of the model and of its drafter, by name."""
         return self._memory.target.pools() | (self._drafter.pools() if self._drafter else {})
+
+    def _ready(self) -> bool:
+        """Read what has landed; whether there is room for one more step."""
+        self._read_landed()
+        if not self._outputs.has_room:
+            self._check_progress()
+            return False
+        if self._scheduler.waiting and (now := version(self._weights)) != self._version:
+            self._version = now
+            self._scheduler.pages.forget()
+        return True
+
+    def _launch_plan(self, plan: Plan, bucket: Bucket | None) -> bool:
+        inputs = self._scheduler.apply(plan, idle=bucket is not None)
+        if bucket is None:
+            if not inputs.rows:
+                return False
+            bucket = self.config.buckets.smallest(inputs.tokens, mixed=inputs.mixed)
+        self._launch_or_end(inputs, bucket)
+        return True
 
     def _launch_or_end(self, inputs: StepInputs, bucket: Bucket) -> None:
         try:
@@ -333,12 +352,7 @@ class Engine:
         for result in self._outputs.landed():
             self._last_landed = time.monotonic()
             for event in self._scheduler.read(result):
-                self._report_event(event)
-
-    def _report_event(self, event: Event) -> None:
-        self._events.append(event)
-        self._emitted += len(event.token_ids)
-        self._finished += event.finished
+                self._outbox.put(event)
 
     def _end(self, reason: str, finish: FinishReason) -> None:
         """Close: give every request a definite end, then free the graphs."""
@@ -346,7 +360,7 @@ class Engine:
         for request in self._scheduler.requests():
             self._scheduler.cancel(request)
             request.finish_reason, request.error = finish, reason
-            self._report_event(Event(request, (), (), True, finish, reason))
+            self._outbox.put(Event(request, (), (), True, finish, reason))
         if self._lockstep is not None and self._lockstep.leads:
             self._lockstep.send_close(self._steps)
         if self._outputs.in_flight and finish is FinishReason.CANCELLED:
@@ -362,16 +376,6 @@ class Engine:
         self._check_open()
         if self._lockstep is not None and not self.leads:
             raise wrong(call, "rank 0 of the group", f"rank {self._lockstep.rank}", "Use follow.")
-
-    def _check_bucket(self, bucket: Bucket) -> None:
-        if bucket not in self._graphs:
-            names = ", ".join(b.name for b in sorted(self._graphs))
-            raise wrong("bucket", f"one of {names}", bucket, "Take it from engine.config.buckets.")
-        needed = self._scheduler.decoding * self.config.bounds.decode_query_len
-        if needed > bucket.tokens:
-            raise wrong(
-                "bucket", f"at least {needed} token places", bucket.name, "Every row must decode."
-            )
 
     def _check_progress(self) -> None:
         """A captured collective cannot time out: end it from here when its step never lands."""
@@ -391,10 +395,5 @@ class Engine:
     def _new_request(
         self, token_ids: Sequence[int], params: SamplingParams, offset: int
     ) -> Request:
-        return new_request(
-            self._submitted + offset,
-            token_ids,
-            params,
-            self.config.bounds,
-            self._model.eos_token_ids,
-        )
+        number, eos = self._submitted + offset, self._model.eos_token_ids
+        return new_request(number, token_ids, params, self.config.bounds, eos)

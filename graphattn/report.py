@@ -12,6 +12,8 @@ from graphattn._capture.graph import Graph
 from graphattn.config import Bucket
 from graphattn.errors import wrong
 from graphattn.memory import StepMemory
+from graphattn.outbox import Outbox
+from graphattn.scheduler import Scheduler
 from graphattn.sizing import EngineConfig
 
 Progress = Callable[[str, int, int], None]  # name of a bucket, done, total
@@ -34,9 +36,38 @@ class Stats:
     requests_finished: int  # including cancelled ones
     running: int
     waiting: int
+    preemptions: int  # of requests, that waited again for pages
+    prompt_tokens_reused: int  # whose KV earlier requests had left
     pages_free: int
+    pages_cached: int  # held by nobody, kept for a prefix that may come again
     pages_taken: int
     events_pending: int  # waiting for poll()
+
+
+def engine_stats(
+    scheduler: Scheduler, outbox: Outbox, *, steps: int, graph_hits: int, **counters: int
+) -> Stats:
+    """The engine's own counters beside what its scheduler and its outbox count."""
+    return Stats(
+        steps=steps,
+        graph_hits=graph_hits,
+        fallbacks=steps - graph_hits,
+        tokens_emitted=outbox.emitted,
+        requests_finished=outbox.ended,
+        events_pending=len(outbox),
+        tokens_drafted=sum(scheduler.drafted),
+        tokens_accepted=sum(scheduler.accepted),
+        accepted_by_place=tuple(scheduler.accepted),
+        drafted_by_place=tuple(scheduler.drafted),
+        running=scheduler.running,
+        waiting=scheduler.waiting,
+        preemptions=scheduler.preemptions,
+        prompt_tokens_reused=scheduler.reused,
+        pages_free=scheduler.pages.free,
+        pages_cached=scheduler.pages.cached,
+        pages_taken=scheduler.pages.taken,
+        **counters,
+    )
 
 
 @dataclass(frozen=True, slots=True)

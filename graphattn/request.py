@@ -107,6 +107,7 @@ class Request:
 
     `token_ids` are the emitted tokens that have been read so far, `logprobs` the log-probability of
     each under the model's unmodified distribution. Of `drafted` draft tokens `accepted` were right.
+    `preemptions`: how often it left its slot to wait for pages.
     """
 
     id: int
@@ -119,8 +120,19 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
+    preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+
+    @property
+    def known_len(self) -> int:
+        """Tokens of the prompt and those that have been read."""
+        return len(self.prompt) + len(self.token_ids)
+
+    @property
+    def known_tokens(self) -> tuple[int, ...]:
+        """They."""
+        return (*self.prompt, *self.token_ids)
 
     @property
     def finished(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,8 @@ from torch import Tensor
 from graphattn.bounds import Bounds
 from graphattn.inputs import block_size, block_views
 from graphattn.stream import Marker, Stream, host_buffer
+
+WAIT_SECONDS = 0.0002  # between two looks at a marker when the wait is bounded
 
 
 def output_fields(bounds: Bounds) -> dict[str, tuple[int, ...]]:
@@ -130,7 +134,13 @@ class OutputRing:
             self._idle.append(entry)
         return results
 
-    def wait(self) -> None:
-        """Wait until the oldest step in flight has landed."""
-        if self._flying:
-            self._flying[0][2].wait()
+    def wait(self, timeout: float = math.inf) -> None:
+        """Wait until the oldest step in flight has landed, at most `timeout` seconds."""
+        if not self._flying:
+            return
+        marker = self._flying[0][2]
+        if math.isinf(timeout):
+            return marker.wait()
+        end = time.monotonic() + timeout
+        while not marker.done() and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, WAIT_SECONDS))

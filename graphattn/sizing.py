@@ -47,6 +47,7 @@ class EngineConfig:
     max_queue: int  # requests that may wait for a slot
     dcp: DCP | None  # the KV cache is sharded over its group
     speculate: Speculation | None  # who drafts
+    prefix_reuse: bool  # requests share the KV of equal prefixes
     prepack: bool  # host backend: pack the weights of constant linears
     notes: tuple[str, ...] = ()  # what was reduced or chosen on the caller's behalf
 
@@ -67,6 +68,7 @@ class Options:
     max_queue: int
     dcp: DCP | None
     speculate: Speculation | None
+    prefix_reuse: bool
     prepack: bool
 
 
@@ -89,8 +91,9 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         raise wrong("page_size", "a power of two", page_size, "Use 16, 32, 64 or 128.")
     run_ahead = _count("run_ahead", options.run_ahead, "1 to 4", at_most=4)
     max_queue = _count("max_queue", options.max_queue, "the number of requests that may wait")
-    if not isinstance(options.prepack, bool):
-        raise wrong("prepack", "True or False", options.prepack, "Pass a bool.")
+    for name in ("prefix_reuse", "prepack"):
+        if not isinstance(getattr(options, name), bool):
+            raise wrong(name, "True or False", getattr(options, name), "Pass a bool.")
     speculate = _speculation(options.speculate, model)
     drafts = 0 if speculate is None else speculate.k
     per_page = page_bytes(layers, page_size, model.dtype)
@@ -122,6 +125,7 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         run_ahead=run_ahead,
         dcp=options.dcp,
         speculate=speculate,
+        prefix_reuse=options.prefix_reuse,
         max_queue=max_queue,
         prepack=options.prepack and backend == "host" and model.dtype == torch.float32,
         notes=(note,) if note else (),
@@ -187,6 +191,18 @@ def open_memory(
     )
     speculate = config.speculate
     return memory, None if speculate is None else speculate.open(memory, model)
+
+
+def widest_window(model: StepModel, speculate: Speculation | None) -> int:
+    """Of all layers that keep KV in the pages; 0 when one of them sees everything."""
+    layers = [*model.attention_layers, *(speculate.kv_layers() if speculate else ())]
+    windows = [layer.window for layer in layers]
+    return max(windows) if all(windows) else 0
+
+
+def kv_lookahead(speculate: Speculation | None) -> int:
+    """Tokens beyond an entry that its KV may depend on: a drafter's, as many as it drafts."""
+    return speculate.k if speculate is not None and speculate.kv_layers() else 0
 
 
 def _parallel(dcp: DCP | None) -> tuple[int, int]:

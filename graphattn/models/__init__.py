@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor, nn
 
 from graphattn.errors import UnsupportedModelError
@@ -39,3 +41,8 @@ def weights(model: object) -> dict[str, Tensor]:
     """Parameters of a model that is a torch module or has one, by name; they stay in place."""
     module = getattr(model, "module", model)
     return dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
+
+
+def version(weights: Mapping[str, Tensor]) -> int:
+    """Changes when torch writes into one of `weights`; those of inference mode do not count."""
+    return sum(w._version for w in weights.values() if not w.is_inference())

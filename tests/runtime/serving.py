@@ -23,6 +23,7 @@ DEFAULTS: dict[str, Any] = {
     "backend": "host",
     "run_ahead": 2,
     "max_queue": 1000,
+    "prefix_reuse": True,
     "prepack": False,
     "dcp": None,
     "speculate": None,

@@ -11,6 +11,7 @@ import torch
 from graphattn.draft import NGram, Speculation
 from graphattn.draft_model import DraftModel
 from graphattn.engine import Engine
+from graphattn.graphs import capture_graphs
 from tests.runtime.serving import make_engine, prompts, serve
 from tests.runtime.tiny_model import TinyModel
 
@@ -147,7 +148,8 @@ def test_capture_leaves_state_pages_and_random_numbers_as_they_were() -> None:
         before = {n: t.clone() for n, t in _lasting(engine).items()}
         torch.manual_seed(11)
         random_state = torch.get_rng_state()
-        again = engine._capture(None)
+        parts = (engine._programs, engine.config, engine._stream, engine._weights)
+        again = capture_graphs(*parts, engine._pools().values(), None)
         assert torch.equal(torch.get_rng_state(), random_state)
         assert differences(before, _lasting(engine)) == []
         assert gc.isenabled()
