@@ -18,6 +18,7 @@ from graphattn.errors import (
 )
 from graphattn.groups import VirtualGroup
 from graphattn.mtp import MTP
+from graphattn.plan import Plan, Work
 from graphattn.report import BucketReport, EngineReport, Stats
 from graphattn.request import Completion, Event, FinishReason, Request, SamplingParams
 
@@ -39,6 +40,7 @@ __all__ = [
     "FinishReason",
     "GraphAttnError",
     "NGram",
+    "Plan",
     "QueueFullError",
     "Request",
     "RequestError",
@@ -47,5 +49,6 @@ __all__ = [
     "StepError",
     "UnsupportedModelError",
     "VirtualGroup",
+    "Work",
     "capture",
 ]

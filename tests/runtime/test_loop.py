@@ -249,7 +249,7 @@ def test_preemption_by_plan(model: TinyModel) -> None:
 
 
 def test_plans_that_cannot_be_launched_change_nothing(model: TinyModel) -> None:
-    with make_engine(model, max_batch=2, num_pages=25) as engine:
+    with make_engine(model, max_batch=2, num_pages=24) as engine:
         running = [engine.submit([i] * 5, max_new_tokens=20) for i in range(2)]
         waiting = engine.submit([9] * 90, max_new_tokens=2)
         for _ in range(4):
