@@ -1,6 +1,7 @@
 """Static-shape, CUDA-graph-friendly attention runtime: one captured graph per decode step."""
 
 from graphattn._capture.errors import CaptureError
+from graphattn.aio import AsyncEngine, EventStream
 from graphattn.capturing import capture
 from graphattn.config import Bucket
 from graphattn.dcp import DCP
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DCP",
     "MTP",
+    "AsyncEngine",
     "Bucket",
     "BucketReport",
     "CaptureError",
@@ -37,6 +39,7 @@ __all__ = [
     "EngineClosedError",
     "EngineReport",
     "Event",
+    "EventStream",
     "FinishReason",
     "GraphAttnError",
     "NGram",

@@ -50,6 +50,7 @@ FLOW = [
     "checkup",
     "engine",
     "capturing",
+    "aio",
     "launch",
     "text",
     "demo",
