@@ -1,4 +1,4 @@
-"""Shared by tests of the asyncio side: a bounded run, a checked reader, steps that land on demand."""
+"""For tests of the asyncio side: a bounded run, a checked reader, steps that land on demand."""
 
 from __future__ import annotations
 
