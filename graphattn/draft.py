@@ -74,6 +74,12 @@ class Speculation(Protocol):
         """Attention layers of a resolved drafter that keep KV in the engine's pages."""
         ...
 
+    @property
+    def lookahead(self) -> int | None:
+        """Tokens beyond a position that its KV of that position depends on. None: requests cannot
+        share the KV of equal prefixes, since a drafter keeps more of a slot than that."""
+        ...
+
     def open(self, memory: StepMemory, target: StepModel) -> Drafter:
         """The drafter, with its memory allocated."""
         ...
@@ -107,6 +113,11 @@ class NGram:
     def kv_layers(self) -> Sequence[AttentionLayer]:
         """None: it reads the token history."""
         return ()
+
+    @property
+    def lookahead(self) -> int:
+        """None of its own KV."""
+        return 0
 
     def open(self, memory: StepMemory, target: StepModel) -> Drafter:
         """See `Speculation`."""

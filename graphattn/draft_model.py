@@ -39,6 +39,11 @@ class DraftModel:
         """The draft model's."""
         return adapt(self.model).attention_layers
 
+    @property
+    def lookahead(self) -> int:
+        """As the target's, its KV depends on no later token."""
+        return 0
+
     def open(self, memory: StepMemory, target: StepModel) -> Drafter:
         """See `Speculation`. Raises `UnsupportedModelError` for models that do not fit."""
         return _ModelDrafter(adapt(self.model), self.k, memory, target)

@@ -48,7 +48,7 @@ from graphattn.request import (
 )
 from graphattn.ring import OutputRing
 from graphattn.scheduler import Scheduler
-from graphattn.sizing import EngineConfig, kv_lookahead, open_memory, widest_window
+from graphattn.sizing import EngineConfig, open_memory, prefix_lookahead, widest_window
 from graphattn.step import step_program
 from graphattn.stream import Stream
 
@@ -84,7 +84,7 @@ class Engine(AbstractContextManager["Engine"]):
             bounds,
             max_queue=config.max_queue,
             window=widest_window(model, config.speculate),
-            lookahead=kv_lookahead(config.speculate) if config.prefix_reuse else None,
+            lookahead=prefix_lookahead(config),
             prompts_fit=self._prompts.has_room,
         )
         self._weights = weights(model) | (self._drafter.weights() if self._drafter else {})

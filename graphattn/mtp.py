@@ -56,6 +56,11 @@ class MTP:
         """The modules', once resolved."""
         return self._resolved.attention_layers
 
+    @property
+    def lookahead(self) -> int | None:
+        """Place p pairs with token p + 1. A chain also keeps hidden states of the slot."""
+        return 1 if min(self._resolved.depth, self.k) == 1 else None
+
     def open(self, memory: StepMemory, target: StepModel) -> Drafter:
         """See `Speculation`. Raises `UnsupportedModelError` for a module that does not fit."""
         return _MTPDrafter(self._resolved, self.k, memory, target)

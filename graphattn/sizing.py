@@ -200,9 +200,11 @@ def widest_window(model: StepModel, speculate: Speculation | None) -> int:
     return max(windows) if all(windows) else 0
 
 
-def kv_lookahead(speculate: Speculation | None) -> int:
-    """Tokens beyond an entry that its KV may depend on: a drafter's, as many as it drafts."""
-    return speculate.k if speculate is not None and speculate.kv_layers() else 0
+def prefix_lookahead(config: EngineConfig) -> int | None:
+    """Tokens beyond an entry that its KV may depend on; None when prefixes are not shared."""
+    if not config.prefix_reuse:
+        return None
+    return 0 if config.speculate is None else config.speculate.lookahead
 
 
 def _parallel(dcp: DCP | None) -> tuple[int, int]:
@@ -215,7 +217,9 @@ def _parallel(dcp: DCP | None) -> tuple[int, int]:
 
 
 def _speculation(speculate: Speculation | None, model: StepModel) -> Speculation | None:
-    if speculate is None or all(hasattr(speculate, n) for n in ("k", "resolve", "open")):
+    if speculate is None or all(
+        hasattr(speculate, n) for n in ("k", "resolve", "lookahead", "open")
+    ):
         return None if speculate is None else speculate.resolve(model)
     raise wrong(
         "speculate",

@@ -8,13 +8,23 @@ from typing import Any
 import pytest
 import torch
 
-from graphattn import DCP, DraftModel, FinishReason, NGram, Request, SamplingParams, VirtualGroup
+from graphattn import (
+    DCP,
+    MTP,
+    DraftModel,
+    FinishReason,
+    NGram,
+    Request,
+    SamplingParams,
+    VirtualGroup,
+)
 from graphattn.engine import Engine
 from graphattn.errors import ConfigError, QueueFullError
 from graphattn.plan import Plan
 from tests.runtime.lagging_stream import LaggingStream
 from tests.runtime.serving import make_engine, prompts
 from tests.runtime.tiny_model import TinyModel
+from tests.runtime.tiny_mtp import KnowingMTP, TinyTarget
 
 FIELDS: dict[str, Any] = {
     "temperature": 0.9,
@@ -144,6 +154,24 @@ def test_equal_prefixes_are_computed_once(
         again = load(engine, texts, seed=9)
         assert [r.token_ids for r in again] == [r.token_ids for r in requests]
         assert engine.stats().prompt_tokens_reused > 2 * first
+
+
+@pytest.mark.parametrize(("W", "I"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_modules_that_predict_see_the_prefix_too(W: int, I: int, depth: int) -> None:
+    """A module that is always right stays so after a hit: its KV of the prefix was there, the last
+    entry of it for the same next token. A chain keeps more than KV, and shares nothing."""
+    target, rng = TinyTarget(), random.Random(4)
+    common = [rng.randrange(61) for _ in range(48)]
+    texts = [[*common, i] for i in range(4)] + [[*common[:24], 7, *common[25:40]]]
+    dcp = DCP(VirtualGroup(W), I) if W > 1 else None
+    speculate = MTP(2, KnowingMTP(target, depth))
+    with make_engine(target, dcp=dcp, speculate=speculate, max_tokens=24) as engine:
+        done = [engine.generate([text], max_new_tokens=9)[0] for text in texts]
+        stats = engine.stats()
+    assert [list(c.token_ids) for c in done] == [target.generate(t, 9) for t in texts]
+    assert (stats.prompt_tokens_reused > 0) == (depth == 1)
+    assert stats.tokens_drafted == stats.tokens_accepted > 0
 
 
 def test_a_conversation_goes_on_from_what_was_emitted(model: TinyModel) -> None:

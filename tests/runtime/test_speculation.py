@@ -254,6 +254,8 @@ class FeatureDrafter:
     def resolve(self, target: Any) -> FeatureDrafter:
         return self
 
+    lookahead = 0
+
     def kv_layers(self) -> tuple[()]:
         return ()
 
