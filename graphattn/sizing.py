@@ -217,9 +217,7 @@ def _parallel(dcp: DCP | None) -> tuple[int, int]:
 
 
 def _speculation(speculate: Speculation | None, model: StepModel) -> Speculation | None:
-    if speculate is None or all(
-        hasattr(speculate, n) for n in ("k", "resolve", "lookahead", "open")
-    ):
+    if speculate is None or all(hasattr(speculate, n) for n in ("k", "resolve", "open")):
         return None if speculate is None else speculate.resolve(model)
     raise wrong(
         "speculate",
