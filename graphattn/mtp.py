@@ -53,8 +53,11 @@ class MTP:
         return replace(self, module=adapt_mtp(self.module, target))
 
     def kv_layers(self) -> Sequence[AttentionLayer]:
-        """The modules', once resolved."""
-        return self._resolved.attention_layers
+        """The modules', once resolved. A chain sees places before a step's again, and their windows
+        reach back from there."""
+        overlap = min(self._resolved.depth, self.k) - 1
+        layers = self._resolved.attention_layers
+        return [replace(x, window=x.window + overlap) if x.window else x for x in layers]
 
     @property
     def lookahead(self) -> int | None:

@@ -24,6 +24,7 @@ from graphattn import (
 from graphattn.bounds import kv_place
 from graphattn.engine import Engine
 from graphattn.request import Request
+from graphattn.sizing import widest_window
 from tests.runtime.lagging_stream import LaggingStream
 from tests.runtime.serving import make_engine
 from tests.runtime.tiny_model import TinyModel
@@ -160,9 +161,11 @@ def check_partly_wrong(watch: Watch) -> None:
 
 
 def check_caches(engine: Engine, target: TinyTarget, depth: int) -> int:
-    """Every entry of the modules' caches is that of the committed tokens; how many there are.
+    """Every entry of the modules' caches that can still be seen is that of the committed tokens;
+    how many there are.
 
-    Module i holds position p + i + 1 at place p, as far as that token is committed.
+    Module i holds position p + i + 1 at place p, as far as that token is committed. A chain sees
+    depth - 1 places again; pages behind their windows are returned.
     """
     state, bounds, drafter = engine._memory.state, engine.config.bounds, engine._drafter
     count = 0
@@ -172,7 +175,9 @@ def check_caches(engine: Engine, target: TinyTarget, depth: int) -> int:
         x = target.embed(tokens) + target.position.weight[:seq_len]
         keys = target._split(0, x)[1]
         for index in range(depth):
-            for p in range(min(int(state.context_len[seat.slot]), seq_len - index - 1)):
+            context_len = int(state.context_len[seat.slot])
+            first = max(0, context_len - (depth - 1) - WINDOW + 1)
+            for p in range(first, min(context_len, seq_len - index - 1)):
                 place = kv_place(p, bounds.dcp_size, bounds.interleave, bounds.page_size)
                 pool = drafter.memory.shards[place.rank].pools.keys[index]
                 got = pool[state.page_table[seat.slot, place.column], :, place.offset]
@@ -214,6 +219,13 @@ def test_partial_acceptance_leaves_every_later_draft_right(
     assert [r.token_ids for r in requests] == greedy
     assert entries > 100
     check_partly_wrong(watch)
+
+
+@pytest.mark.parametrize(("k", "depth", "window"), [(2, 1, 5), (3, 3, 7), (2, 3, 6), (1, 3, 5)])
+def test_pages_return_from_behind_all_that_a_chain_sees_again(
+    target: TinyTarget, k: int, depth: int, window: int
+) -> None:
+    assert widest_window(target, MTP(k, KnowingMTP(target, depth)).resolve(target)) == window
 
 
 def test_rows_of_a_chain_keep_the_kind_that_they_have_for_the_target(target: TinyTarget) -> None:
