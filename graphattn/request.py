@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -73,7 +73,8 @@ class SamplingParams:
         ):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or not good(value):
+            # Not math.isfinite: it overflows for an integer beyond every float.
+            if not number or not abs(value) <= sys.float_info.max or not good(value):
                 raise _bad(name, wanted, value, fix)
 
 

@@ -208,6 +208,7 @@ def test_greedy_and_sampled_rows_share_a_graph_without_touching_each_other(
     [
         ("temperature", -0.1),
         ("temperature", float("nan")),
+        ("temperature", 10**400),
         ("top_k", -1),
         ("top_k", 1.5),
         ("top_p", 0.0),
