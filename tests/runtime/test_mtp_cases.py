@@ -110,12 +110,13 @@ def test_b8_every_decode_batch_hits_a_graph(target: TinyTarget, expected: list[l
 def test_b9_nothing_beyond_the_limits(depth: int, W: int, I: int) -> None:
     """At max_seq_len and at every token limit: draft steps wrote to a page out of bounds."""
     k, end, untouched = 4, 30, 777.0
-    model = TinyTarget(max_seq_len=end)
+    model = TinyTarget(max_seq_len=end, windows=(0,))  # no page returns while a request runs
     prompt = [(3 * i) % 60 for i in range(20)]
     tokens = model.generate(prompt, 100)
     dcp = DCP(VirtualGroup(W), I) if W > 1 else None
     speculate = MTP(k, KnowingMTP(model, depth))
-    with engine(model, speculate, dcp=dcp, max_batch=1, max_seq_len=None) as limited:
+    options = {"max_batch": 1, "max_seq_len": None, "prefix_reuse": False}
+    with engine(model, speculate, dcp=dcp, **options) as limited:
         for count in [*range(1, 2 * k + 2), 100]:
             for pool in limited._pools().values():
                 pool.fill_(untouched)
