@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import graphattn
-from examples.server import MAX_BODY, make_app
+from examples.server import MAX_BODY
 from graphattn.engine import Engine
 from graphattn.text import Loaded, TextStream, load
 from profiles.miniature.model import CHECKPOINT
@@ -282,50 +282,3 @@ def retry(call: Callable[[], Any]) -> Any:
         except openai.RateLimitError:
             assert time.monotonic() < end
             time.sleep(0.05)
-
-
-@pytest.mark.parametrize("streamed", [True, False])
-@pytest.mark.parametrize("pieces", [0, 1, 3])
-def test_a_client_that_leaves_takes_its_request_along(
-    engine: Engine, loaded: Loaded, streamed: bool, pieces: int
-) -> None:
-    """After so many parts of the answer, or tokens of an answer that is not streamed."""
-    fields = {"model": MODEL, "prompt": "Go on ", "max_tokens": 400, "stream": streamed}
-    scope = {
-        "type": "http",
-        "asgi": {"spec_version": "2.3"},
-        "method": "POST",
-        "path": "/v1/completions",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
-
-    async def main() -> None:
-        app = make_app(engine, loaded.tokenizer, MODEL)
-        async with app.router.lifespan_context(app) as state:
-            left, asked, sent = asyncio.Event(), 0, []
-
-            async def receive() -> dict[str, Any]:
-                nonlocal asked
-                asked += 1
-                if asked == 1:
-                    return {"type": "http.request", "body": json.dumps(fields).encode()}
-                if pieces == 0 or (not streamed and asked > pieces + 1):
-                    left.set()
-                await left.wait()
-                return {"type": "http.disconnect"}
-
-            async def send(message: Any) -> None:
-                sent.append(message)
-                await asyncio.sleep(0)  # as a full socket does: the client leaves meanwhile
-                if len(sent) > pieces:
-                    left.set()
-
-            await app(dict(scope, state=dict(state or {})), receive, send)
-            stats = await state["serving"].call(Engine.stats)
-            assert (stats.running, stats.waiting) == (0, 0)
-            assert stats.tokens_emitted - before < 400
-            assert [m["status"] for m in sent if "status" in m] == [200 if streamed else 499]
-
-    before = engine.stats().tokens_emitted
-    asyncio.run(main())
