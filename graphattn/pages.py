@@ -155,12 +155,12 @@ class PageAllocator:
 
     def grow(self, slot: int, num_tokens: int) -> list[PageUpdate]:
         """Take pages until `slot` can hold `num_tokens`; `missing` of them must be available."""
-        pages = self._tables[slot].pages
+        if not (count := self.missing(slot, num_tokens)):
+            return []
+        pages, taken = self._tables[slot].pages, [self._take() for _ in range(count)]
         first = len(pages)
-        pages += [self._take() for _ in range(self.missing(slot, num_tokens))]
-        return [
-            PageUpdate(slot, first + i, p) for i, p in enumerate(pages[first:]) if p is not None
-        ]
+        pages += taken
+        return [PageUpdate(slot, first + i, page) for i, page in enumerate(taken)]
 
     def yields(self, slot: int) -> int:
         """Pages that become available when `slot` is released."""
