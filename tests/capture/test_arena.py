@@ -1,7 +1,5 @@
 """The plan of intermediates against a naive check, and the memory that it saves."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphattn._capture.arena import ALIGNMENT, Arena, Lifetime, plan, poison
-from graphattn._capture.graph import gc_paused
 from graphattn._capture.host import HostGraph
 
 LIFETIMES = st.lists(
@@ -21,12 +18,6 @@ LIFETIMES = st.lists(
     ),
     max_size=40,
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_gc() -> Iterator[None]:
-    with gc_paused(collect=False):
-        yield
 
 
 @settings(max_examples=200, deadline=None)

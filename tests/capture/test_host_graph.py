@@ -1,7 +1,6 @@
 """One captured program on the host: its state, outputs, memory and lifecycle."""
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,17 +9,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphattn._capture.arena import Arena
-from graphattn._capture.graph import Graph, GraphState, gc_paused
+from graphattn._capture.graph import Graph, GraphState
 from graphattn._capture.host import HostGraph
 
 MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_gc() -> Iterator[None]:
-    """Captures collect garbage unless somebody has it off: too slow for many tiny programs."""
-    with gc_paused():
-        yield
 
 
 def assert_equal(expected: dict[str, Tensor], actual: dict[str, Tensor]) -> None:

@@ -1,6 +1,6 @@
 """A replay on the host equals an eager run, bit for bit, whatever the program is made of."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,17 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from graphattn._capture.graph import gc_paused
 from graphattn._capture.host import HostGraph
 from graphattn._capture.storages import tensors_in
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_gc() -> Iterator[None]:
-    """Captures collect garbage unless somebody has it off: too slow for many tiny programs."""
-    with gc_paused():
-        yield
-
 
 MODES = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
 

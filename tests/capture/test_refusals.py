@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from graphattn._capture.errors import CaptureError, RefusedError
-from graphattn._capture.graph import GraphState, gc_paused
+from graphattn._capture.graph import GraphState
 from graphattn._capture.host import HostGraph
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_gc() -> Iterator[None]:
-    """Captures collect garbage unless somebody has it off: too slow for many tiny programs."""
-    with gc_paused():
-        yield
-
 
 X = torch.tensor([1.0, -2.0, 3.0])
 IDS = torch.tensor([0, 2, 1])
