@@ -13,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.distributed_c10d import _get_default_store
 
 import graphattn
 from graphattn.engine import Engine
@@ -160,6 +161,7 @@ def lose(leave: Callable[[], None]) -> None:
     pids = torch.zeros(size, dtype=torch.int64)
     pids[rank] = os.getpid()
     dist.all_reduce(pids)
+    store = _get_default_store()
     engine = make_engine(TinyModel(), dcp=graphattn.DCP(dist.group.WORLD, timeout=TIMEOUT))
     launch = engine._launch
 
@@ -181,8 +183,10 @@ def lose(leave: Callable[[], None]) -> None:
         if rank < size - 1:
             assert waited < 12 * TIMEOUT, waited
             print(f"rank {rank}: {error}", flush=True)
+            store.set(f"noticed/{rank}", "")
         if rank == 0:
             assert request.finish_reason is graphattn.FinishReason.ERROR
+            store.wait([f"noticed/{r}" for r in range(size - 1)])  # before it shows life again
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pids[-1]), signal.SIGCONT)
     os._exit(0)  # the group is broken: its teardown would wait for the lost rank
