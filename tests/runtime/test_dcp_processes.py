@@ -29,7 +29,7 @@ def test_tokens_equal_recomputation(ranks: int) -> None:
     assert launch(ranks, "parity").count("equal") == 4
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_query_heads_sharded_over_the_group(ranks: int) -> None:
     assert launch(ranks, "sharded").count("equal") == 3
 

@@ -161,6 +161,7 @@ def test_sampled_tokens_follow_the_distribution(model: TinyModel) -> None:
             ]
             while engine.busy:
                 engine.step()
+                engine.poll()
     counts = Counter(r.token_ids[0] for r in requests)
     likely = [t for t in range(61) if probability[t] * draws >= 5]
     rest = draws - sum(counts[t] for t in likely)
