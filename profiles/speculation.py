@@ -1,6 +1,7 @@
 """`python -m profiles.speculation`: what drafts bring, in one run.
 
-SmolLM2 continues a list it has begun, with prompt lookup (`NGram`); the miniature continues text
+SmolLM2 goes on with a text that repeats itself, and copies one that does not, with prompt lookup
+(`NGram`); the miniature continues text
 that it has not seen, greedily and sampled, with its own prediction module (`MTP`). Each beside the
 same without drafts, in turn. Prints, and appends to profiles/results/speculation.jsonl: tokens per
 second as a median ratio over pairs of runs, and what it is made of: how many steps were saved, the
@@ -30,7 +31,12 @@ from profiles.miniature.model import CHECKPOINT
 from profiles.miniature.text import held_out_prompts
 from profiles.record import RESULTS, append, context
 
-PROMPT = "Repeat this line ten times, exactly: the quick brown fox jumps over the lazy dog."
+REPEATS = " ".join(["The quick brown fox jumps over the lazy dog."] * 6)
+COPIES = (
+    "Copy this text word for word:\nAlice was beginning to get very tired of sitting by her "
+    "sister on the bank, and of having nothing to do: once or twice she had peeped into the book "
+    "her sister was reading, but it had no pictures or conversations in it."
+)
 NEW_TOKENS, PAIRS = 64, 3
 
 
@@ -46,16 +52,21 @@ class Workload:
 
 
 WORKLOADS = {
-    "smollm2": lambda: Workload(
-        "smollm2, a list",
-        smollm2.folder(),
-        lambda tokenizer: encode(tokenizer, [PROMPT]),
-        0.0,
-        {f"ngram:{k}": graphattn.NGram(k) for k in (3, 5)},
-    ),
+    "smollm2-repeats": lambda: _smollm2("repeats", REPEATS),
+    "smollm2-copies": lambda: _smollm2("copies", COPIES),
     "miniature": lambda: _miniature(0.0),
     "miniature-sampled": lambda: _miniature(0.7),
 }
+
+
+def _smollm2(name: str, prompt: str) -> Workload:
+    return Workload(
+        f"smollm2, {name}",
+        smollm2.folder(),
+        lambda tokenizer: encode(tokenizer, [prompt]),
+        0.0,
+        {f"ngram:{k}": graphattn.NGram(k) for k in (3, 5)},
+    )
 
 
 def _miniature(temperature: float) -> Workload:
@@ -100,7 +111,12 @@ def measure(work: Workload) -> Iterator[dict[str, Any]]:
     """One record per drafter. Raises `ValueError` when a drafter changed a token."""
     loaded = load(work.folder, torch.device("cpu"))
     prompts = work.prompts(loaded.tokenizer)
-    options: dict[str, Any] = {"max_batch": len(prompts), "max_seq_len": 256, "max_tokens": 64}
+    options: dict[str, Any] = {
+        "max_batch": len(prompts),
+        "max_seq_len": 256,
+        "max_tokens": 64,
+        "prefix_reuse": False,
+    }
     with graphattn.capture(loaded.model, **options) as plain:
         for name, speculate in work.drafters.items():
             with graphattn.capture(loaded.model, speculate=speculate, **options) as drafting:
