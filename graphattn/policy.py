@@ -40,7 +40,7 @@ def _decode(
     for seat in seats:
         if not seat.decodes or seat not in running:
             continue
-        needed = scheduler.pages.missing(seat.slot, seat.kv_bound(scheduler.bounds))
+        needed = scheduler.decode_pages(seat)
         if needed > pages and seat.unread:
             continue
         while needed > pages and seat in running:

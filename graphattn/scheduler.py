@@ -120,6 +120,10 @@ class Scheduler:
         """Page-table updates of admitting `request`."""
         return self.bounds.pages_for(self._admitted_kv(request))
 
+    def decode_pages(self, seat: Seat) -> int:
+        """Pages that the next decode row of `seat` takes from those available."""
+        return self.pages.missing(seat.slot, seat.kv_bound(self.bounds))
+
     def work(self) -> list[Work]:
         """Every request that has not ended, for a policy of somebody else."""
         running = [
@@ -129,7 +133,7 @@ class Scheduler:
                 left=seat.left,
                 decodes=seat.decodes,
                 unread=seat.unread,
-                pages=self._decode_pages(seat) if seat.decodes else 0,
+                pages=self.decode_pages(seat) if seat.decodes else 0,
                 yields=self.pages.yields(seat.slot),
             )
             for seat in self.seats
@@ -192,7 +196,7 @@ class Scheduler:
         return Work(
             request,
             seated=False,
-            left=len(request.known_tokens) - prefix.length,
+            left=request.known_len - prefix.length,
             decodes=False,
             unread=0,
             pages=self.admission_pages(request, prefix),
@@ -208,11 +212,12 @@ class Scheduler:
         pages = self.pages.available + sum(work[r].yields for r in plan.preempt)
         if needed > pages:
             raise wrong("plan", f"at most {pages} pages", needed, "Preempt requests, or wait.")
-        columns, most = sum(map(self.admission_columns, (w.request for w in new))), self.bounds
-        if columns > most.max_admission_updates:
+        columns = sum(self.admission_columns(w.request) for w in new)
+        most = self.bounds.max_admission_updates
+        if columns > most:
             raise wrong(
                 "plan.prefill",
-                f"new requests of at most {most.max_admission_updates} pages",
+                f"new requests of at most {most} pages",
                 columns,
                 "Admit fewer in one step.",
             )
@@ -223,9 +228,6 @@ class Scheduler:
 
     def _admitted_kv(self, request: Request) -> int:
         return admitted_kv(request.known_len, request.stop_len, self.bounds)
-
-    def _decode_pages(self, seat: Seat) -> int:
-        return self.pages.missing(seat.slot, seat.kv_bound(self.bounds))
 
     def _decode(self, seat: Seat, inputs: StepInputs) -> None:
         self._trim(seat)
