@@ -6,7 +6,7 @@ Every pass derives its metadata from the committed lengths. Drafts stand in the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,34 +60,21 @@ class Drafting:
 
     def step_rows(self, context_len: Tensor, seq_len: Tensor, history: Tensor) -> StepRows:
         """Rows as the host sent them, over [context_len, seq_len) of each slot."""
-        inputs, state = self._memory.inputs, self._memory.state
-        return StepRows(
-            inputs.slot_of_row,
-            inputs.query_len,
-            context_len,
-            seq_len,
-            state.prompt_len,
-            state.finish,
-            history,
-            state.draft_tokens,
-            self.nothing,
-            state.page_table,
+        return replace(
+            StepRows.of(self._memory.inputs, self._memory.state),
+            context_len=context_len,
+            seq_len=seq_len,
+            history=history,
+            draft_count=self.nothing,
         )
 
     def single_rows(self, history: Tensor) -> StepRows:
         """Rows of one place, of the slots that draft; `move` says where it is."""
-        inputs, state = self._memory.inputs, self._memory.state
-        return StepRows(
-            inputs.slot_of_row,
-            self._query_len,
-            self._context_len,
-            self._seq_len,
-            self.nothing,
-            self._finish,
-            history,
-            state.draft_tokens,
-            self.nothing,
-            state.page_table,
+        return replace(
+            self.step_rows(self._context_len, self._seq_len, history),
+            query_len=self._query_len,
+            prompt_len=self.nothing,
+            finish=self._finish,
         )
 
     def move(self, offset: int) -> None:
