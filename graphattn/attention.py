@@ -23,7 +23,7 @@ from graphattn.kernels.tiles import (
     attention_tiles,
     latent_tiles,
 )
-from graphattn.metadata import StepBuffers, WorkShape, window_groups
+from graphattn.metadata import StepMetadata, WorkShape, window_groups
 from graphattn.models.contract import AttentionLayer
 from graphattn.pages import KVPools
 
@@ -170,7 +170,7 @@ class Shard:
     """What one DCP rank has of its own: metadata of its share, pages, workspace."""
 
     bounds: Bounds  # with this rank's `dcp_rank`
-    buffers: StepBuffers
+    buffers: StepMetadata
     pools: KVPools
     workspace: Workspace
 
@@ -192,7 +192,7 @@ class Attention:
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        steps: Sequence[StepBuffers],
+        steps: Sequence[StepMetadata],
         *,
         mixed: bool,
     ) -> Tensor:
@@ -203,7 +203,7 @@ class Attention:
         return self._over_ranks(layer, q, (k, v), steps, mixed)
 
     def attend_latent(
-        self, layer: int, q: Tensor, latent: Tensor, steps: Sequence[StepBuffers], *, mixed: bool
+        self, layer: int, q: Tensor, latent: Tensor, steps: Sequence[StepMetadata], *, mixed: bool
     ) -> Tensor:
         """See `ModelStep.attend_latent`; `steps` and `mixed` as of `attend`."""
         if not self.layers[layer].value_dim:
@@ -211,7 +211,7 @@ class Attention:
         return self._over_ranks(layer, q, (latent,), steps, mixed)
 
     def _over_ranks(
-        self, layer: int, q: Tensor, entry: Entry, steps: Sequence[StepBuffers], mixed: bool
+        self, layer: int, q: Tensor, entry: Entry, steps: Sequence[StepMetadata], mixed: bool
     ) -> Tensor:
         """Attention over the shards of all ranks; `entry` is what the step's tokens leave."""
         sinks, parallel = self.layers[layer].sinks, self.parallel
@@ -232,7 +232,7 @@ class Attention:
         layer: int,
         q: Tensor,
         entry: Entry,
-        step: StepBuffers,
+        step: StepMetadata,
         sinks: Tensor | None,
         mixed: bool,
     ) -> tuple[Tensor, Tensor]:

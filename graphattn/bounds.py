@@ -93,7 +93,7 @@ class Bounds:
     max_tokens: int  # token places of the largest step
     page_size: int  # local KV positions of one page
     num_pages: int  # pages of the pool, on each rank
-    vocab_size: int
+    vocab_size: int = 1  # of sampling, which counts tokens; attention has no use for it
     max_drafts: int = 0  # k: draft tokens per decode row
     max_stop_tokens: int = 8  # stop token ids per request
     dcp_size: int = 1

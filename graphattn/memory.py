@@ -13,7 +13,7 @@ from graphattn.bounds import Bounds
 from graphattn.dcp import ContextParallel, Reduce
 from graphattn.groups import Group
 from graphattn.inputs import InputBlock
-from graphattn.metadata import StepBuffers, StepRows
+from graphattn.metadata import StepMetadata, StepRows
 from graphattn.models.contract import AttentionLayer, StepModel
 from graphattn.pages import KVPools
 from graphattn.ring import OutputBlock
@@ -74,16 +74,16 @@ class ModelMemory:
     ) -> Shard:
         return Shard(
             bounds=bounds,
-            buffers=StepBuffers.allocate(bounds, self.shape, bounds.max_tokens, device),
+            buffers=StepMetadata.allocate(bounds, self.shape, bounds.max_tokens, device),
             pools=KVPools.allocate(layers, bounds, dtype, device),
             workspace=Workspace.allocate(layers, bounds, self.shape, dtype, device),
         )
 
-    def narrow(self, tokens: int) -> tuple[StepBuffers, ...]:
+    def narrow(self, tokens: int) -> tuple[StepMetadata, ...]:
         """Metadata of each shard for a step of `tokens` places."""
         return tuple(s.buffers.narrow(s.bounds, self.shape, tokens) for s in self.shards)
 
-    def prepare(self, steps: Sequence[StepBuffers], rows: StepRows) -> None:
+    def prepare(self, steps: Sequence[StepMetadata], rows: StepRows) -> None:
         """Stage: derive the metadata of each shard."""
         for shard, step in zip(self.shards, steps, strict=True):
             step.prepare(rows, shard.bounds, self.shape)

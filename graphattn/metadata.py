@@ -62,7 +62,7 @@ class StepRows:
 
 
 @dataclass(frozen=True, slots=True)
-class StepBuffers:
+class StepMetadata:
     """Metadata of one step of T token places; `kernels/ops.py` has the meaning of each field.
 
     Allocated once for the largest bucket; `narrow` gives a smaller bucket's views of the same
@@ -92,7 +92,7 @@ class StepBuffers:
     @staticmethod
     def allocate(
         bounds: Bounds, shape: WorkShape, tokens: int, device: torch.device
-    ) -> StepBuffers:
+    ) -> StepMetadata:
         """Buffers for a step of `tokens` places."""
         B, G = bounds.max_batch, len(shape.windows)
 
@@ -102,7 +102,7 @@ class StepBuffers:
         def longs(*size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int64, device=device)
 
-        return StepBuffers(
+        return StepMetadata(
             input_ids=longs(tokens),
             positions=longs(tokens),
             row_of_token=ints(tokens),
@@ -124,7 +124,7 @@ class StepBuffers:
             prefill_count=ints(1),
         )
 
-    def narrow(self, bounds: Bounds, shape: WorkShape, tokens: int) -> StepBuffers:
+    def narrow(self, bounds: Bounds, shape: WorkShape, tokens: int) -> StepMetadata:
         """Views for a step of fewer places. Nothing is allocated."""
         groups = len(shape.windows)
         return replace(

@@ -25,7 +25,7 @@ from graphattn.draft import Drafter, DraftProgram, check_k
 from graphattn.drafting import Drafting, DraftingSlots
 from graphattn.errors import ConfigError, UnsupportedModelError, wrong
 from graphattn.memory import ModelMemory, StepMemory
-from graphattn.metadata import StepBuffers, StepRows
+from graphattn.metadata import StepMetadata, StepRows
 from graphattn.models import weights
 from graphattn.models.contract import AttentionLayer, StepModel
 from graphattn.models.mtp import MTPModule, adapt_mtp
@@ -132,7 +132,7 @@ class Places(Protocol):
         """The rows of module `index`."""
         ...
 
-    def hidden(self, step_hidden: Tensor, step: StepBuffers, slots: DraftingSlots) -> Tensor:
+    def hidden(self, step_hidden: Tensor, step: StepMetadata, slots: DraftingSlots) -> Tensor:
         """The target's hidden states at these places; `step_hidden` [T, H] has the step's."""
         ...
 
@@ -161,7 +161,7 @@ class _StepPlaces:
     def rows(self, index: int) -> StepRows:
         return self._rows
 
-    def hidden(self, step_hidden: Tensor, step: StepBuffers, slots: DraftingSlots) -> Tensor:
+    def hidden(self, step_hidden: Tensor, step: StepMetadata, slots: DraftingSlots) -> Tensor:
         return step_hidden
 
     def scratch(self) -> dict[str, Tensor]:

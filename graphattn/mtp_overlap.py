@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphattn.drafting import Drafting, DraftingSlots
 from graphattn.memory import StepMemory
-from graphattn.metadata import StepBuffers, StepRows
+from graphattn.metadata import StepMetadata, StepRows
 from graphattn.models.mtp import MTPModule
 
 
@@ -63,7 +63,7 @@ class Overlap:
         rows = self._drafting.step_rows(self._start, self._ends[index], history)
         return replace(rows, query_len=self._query_len, prompt_len=self._prompt_len)
 
-    def hidden(self, step_hidden: Tensor, step: StepBuffers, slots: DraftingSlots) -> Tensor:
+    def hidden(self, step_hidden: Tensor, step: StepMetadata, slots: DraftingSlots) -> Tensor:
         """See `Places`. Keeps those of the last places for the next step."""
         slot_of_row, own = self._memory.inputs.slot_of_row, self._memory.target.shards[0].buffers
         row = step.row_of_token.clamp(min=0)
@@ -77,7 +77,7 @@ class Overlap:
         self._keep(hidden, step, slots)
         return hidden
 
-    def _keep(self, hidden: Tensor, step: StepBuffers, slots: DraftingSlots) -> None:
+    def _keep(self, hidden: Tensor, step: StepMetadata, slots: DraftingSlots) -> None:
         """hidden [T', H]: keep those of the last `extra` places below the new context length."""
         place = (self._memory.state.context_len - self._start)[:, None] + self._last
         source = step.query_start[slots.row][:, None] + place.clamp(min=0)

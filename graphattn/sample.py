@@ -10,7 +10,7 @@ from torch import Tensor
 from graphattn.bounds import Bounds
 from graphattn.inputs import InputBlock
 from graphattn.kernels import ops
-from graphattn.metadata import StepBuffers
+from graphattn.metadata import StepMetadata
 from graphattn.ring import OutputBlock
 from graphattn.state import SlotState
 
@@ -57,7 +57,7 @@ class Sampler:
         )
 
     def draw(
-        self, logits: Tensor, inputs: InputBlock, step: StepBuffers, state: SlotState
+        self, logits: Tensor, inputs: InputBlock, step: StepMetadata, state: SlotState
     ) -> Tensor:
         """Stage: a token for each place of logits [L, V]; returns them, [L] int32."""
         sampled = self.sampled[: logits.shape[0]]
@@ -82,7 +82,7 @@ class Sampler:
         return sampled
 
     def publish(
-        self, inputs: InputBlock, step: StepBuffers, state: SlotState, output: OutputBlock
+        self, inputs: InputBlock, step: StepMetadata, state: SlotState, output: OutputBlock
     ) -> None:
         """Stage, after the commit: count what was emitted, publish its log-probabilities."""
         ops.count_tokens(

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from graphattn import verify
 from graphattn._capture import nvtx_ranges
+from graphattn.commit import commit
 from graphattn.config import Bucket
 from graphattn.draft import Drafter
 from graphattn.memory import StepMemory
@@ -42,7 +42,7 @@ def step_program(
         if draft is not None:
             draft.remember()
         with nvtx_ranges.scope("commit"):
-            verify.commit(sampled, inputs.slot_of_row, steps[0], state, output)
+            commit(sampled, inputs.slot_of_row, steps[0], state, output)
             sampler.publish(inputs, steps[0], state, output)
         if draft is not None:
             with nvtx_ranges.scope("draft"):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from graphattn._capture import nvtx_ranges
 from graphattn.attention import Attention
-from graphattn.metadata import StepBuffers
+from graphattn.metadata import StepMetadata
 
 
 class ModelStep:
@@ -18,7 +18,9 @@ class ModelStep:
     after the commit, place by place.
     """
 
-    def __init__(self, shards: Sequence[StepBuffers], attention: Attention, *, mixed: bool) -> None:
+    def __init__(
+        self, shards: Sequence[StepMetadata], attention: Attention, *, mixed: bool
+    ) -> None:
         self.input_ids = shards[0].input_ids
         self.positions = shards[0].positions
         self.logits_token = shards[0].logits_token

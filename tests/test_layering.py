@@ -28,7 +28,7 @@ FLOW = [
     "attention",
     "ring",
     "sample",
-    "verify",
+    "commit",
     "memory",
     "view",
     "drafting",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from graphattn.kernels import ops
-from graphattn.metadata import StepBuffers
+from graphattn.metadata import StepMetadata
 from graphattn.ring import OutputBlock
 from graphattn.state import SlotState
 
@@ -18,7 +18,7 @@ from graphattn.state import SlotState
 def commit(
     sampled: Tensor,
     slot_of_row: Tensor,
-    step: StepBuffers,
+    step: StepMetadata,
     state: SlotState,
     output: OutputBlock,
 ) -> None:
