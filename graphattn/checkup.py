@@ -9,19 +9,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from graphattn._capture.graph import Graph
 from graphattn._capture.verify import VerifyReport, verify
 from graphattn.config import Bucket, BucketSet
-from graphattn.draft import Drafter
 from graphattn.errors import wrong
 from graphattn.inputs import InputRing, PromptRing, StepInputs
-from graphattn.memory import StepMemory
 from graphattn.policy import first_come
 from graphattn.request import SamplingParams, new_request
 from graphattn.ring import OutputRing
+from graphattn.runner import Runner
 from graphattn.scheduler import Scheduler
-from graphattn.sizing import EngineConfig
-from graphattn.stream import Stream
 
 if TYPE_CHECKING:
     from graphattn._capture.audit import AuditReport
@@ -47,24 +43,15 @@ class Checkup:
     entries that the eager run has just written, unused history, unused page-table columns.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        memory: StepMemory,
-        drafter: Drafter | None,
-        programs: Mapping[Bucket, Callable[[], None]],
-        graphs: Mapping[Bucket, Graph],
-        stream: Stream,
-        *,
-        seed: int,
-    ) -> None:
+    def __init__(self, runner: Runner, *, seed: int) -> None:
+        config, memory, drafter = runner.config, runner.memory, runner.drafter
         if config.prepack:
             raise wrong(
                 "verify", "an engine without prepacked linears", "prepack=True", "See `prepack`."
             )
         bounds, device = config.bounds, config.device
-        self._config, self._memory, self._stream = config, memory, stream
-        self._programs, self._graphs = programs, graphs
+        self._config, self._memory, self._stream = config, memory, runner.stream
+        self._programs, self._graphs = runner.programs, runner.graphs
         self._random = random.Random(seed)
         self._inputs = InputRing(bounds, device, steps_in_flight=1)
         self._prompts = PromptRing(bounds, device, prompts_in_flight=bounds.max_batch)

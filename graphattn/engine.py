@@ -13,16 +13,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Unpack
 
-from torch import Tensor
-
-from graphattn._capture import nvtx_ranges
 from graphattn.checkup import Checkup, audit_programs
 from graphattn.config import Bucket
 from graphattn.errors import EngineClosedError, StepError, wrong
-from graphattn.graphs import capture_graphs
-from graphattn.inputs import InputRing, PromptRing, StepInputs
+from graphattn.inputs import StepInputs
 from graphattn.lockstep import Message, open_lockstep
-from graphattn.models import version, weights
+from graphattn.models import version
 from graphattn.models.contract import StepModel
 from graphattn.outbox import Outbox
 from graphattn.plan import Plan, Work
@@ -31,7 +27,6 @@ from graphattn.report import (
     EngineReport,
     Progress,
     Stats,
-    bucket_report,
     engine_report,
     engine_stats,
 )
@@ -46,10 +41,9 @@ from graphattn.request import (
     merge_params,
     new_request,
 )
-from graphattn.ring import OutputRing
+from graphattn.runner import Runner
 from graphattn.scheduler import Scheduler
-from graphattn.sizing import EngineConfig, open_memory, prefix_lookahead, widest_window
-from graphattn.step import step_program
+from graphattn.sizing import EngineConfig, prefix_lookahead, widest_window
 from graphattn.stream import Stream
 
 if TYPE_CHECKING:
@@ -68,37 +62,24 @@ class Engine(AbstractContextManager["Engine"]):
         progress: Progress | None = None,
     ) -> None:
         self.config = config
-        bounds, device = config.bounds, config.device
         self._model = model
-        self._stream = stream
         self._group = None if config.dcp is None else config.dcp.open()
-        self._memory, self._drafter = open_memory(model, config, self._group)
-        self._programs = {
-            bucket: step_program(model, self._memory, bucket, self._drafter)
-            for bucket in config.buckets
-        }
-        self._inputs = InputRing(bounds, device, steps_in_flight=config.run_ahead)
-        self._prompts = PromptRing(bounds, device, prompts_in_flight=bounds.max_batch)
-        self._outputs = OutputRing(bounds, device, steps_in_flight=config.run_ahead)
+        self._runner = Runner(model, config, stream, self._group)
+        self._outputs = self._runner.outputs
         self._scheduler = Scheduler(
-            bounds,
+            config.bounds,
             max_queue=config.max_queue,
             window=widest_window(model, config.speculate),
             lookahead=prefix_lookahead(config),
-            prompts_fit=self._prompts.has_room,
+            prompts_fit=self._runner.prompts.has_room,
         )
-        self._weights = weights(model) | (self._drafter.weights() if self._drafter else {})
-        self._version = version(self._weights)
+        self._version = version(self._runner.weights)
         self._outbox = Outbox(config.max_queue)
-        self._replays = dict.fromkeys(config.buckets, 0)
-        self._steps = self._submitted = 0
+        self._submitted = 0
         self._closed: str | None = None
         self._lockstep = open_lockstep(config, model)
         self._last_landed = time.monotonic()
-        started = time.perf_counter()
-        parts = (self._programs, config, stream, self._weights, self._pools().values())
-        self._graphs = capture_graphs(*parts, progress)
-        self._capture_seconds = time.perf_counter() - started
+        self._runner.capture(progress)
 
     @property
     def busy(self) -> bool:
@@ -186,7 +167,7 @@ class Engine(AbstractContextManager["Engine"]):
         buckets = {bucket.name: bucket for bucket in self.config.buckets}
         while True:
             try:
-                message = lockstep.receive(self._steps)
+                message = lockstep.receive(self._runner.steps)
             except StepError as error:
                 self._end(str(error), FinishReason.ERROR)
                 raise
@@ -249,30 +230,21 @@ class Engine(AbstractContextManager["Engine"]):
         return engine_stats(
             self._scheduler,
             self._outbox,
-            steps=self._steps,
-            graph_hits=sum(self._replays.values()),
+            steps=self._runner.steps,
+            graph_hits=sum(self._runner.replays.values()),
             in_flight=self._outputs.in_flight,
             requests_submitted=self._submitted,
         )
 
     def report(self) -> EngineReport:
         """What was captured and what it costs; `print(engine.report())` gives a table."""
-        return engine_report(
-            self.config,
-            self._memory,
-            self._pools(),
-            [
-                bucket_report(bucket, graph, self._replays[bucket])
-                for bucket, graph in sorted(self._graphs.items(), key=lambda item: item[0])
-            ],
-            capture_seconds=self._capture_seconds,
-        )
+        return engine_report(self._runner)
 
     def audit(self) -> AuditReport:
         """Run the largest decode and mixed step on a fake CUDA device and list what would break a
         CUDA graph: host reads, data-dependent shapes, copies between host and device."""
         self._check_open()
-        return audit_programs(self._programs, self.config.buckets)
+        return audit_programs(self._runner.programs, self.config.buckets)
 
     def verify(self, steps: int = 50, *, seed: int = 0) -> VerifyReport:
         """Replay against the eager step, bit for bit, over `steps` steps of random requests.
@@ -287,8 +259,7 @@ class Engine(AbstractContextManager["Engine"]):
         if self.busy or self._outputs.in_flight:
             raise wrong("verify", "an idle engine", "requests in flight", "Finish them first.")
         self._scheduler.pages.forget()  # a checkup writes into the pages
-        parts = (self._memory, self._drafter, self._programs, self._graphs, self._stream)
-        return Checkup(self.config, *parts, seed=seed).run(steps)
+        return Checkup(self._runner, seed=seed).run(steps)
 
     def close(self) -> None:
         """End every request as cancelled and free the graphs. Idempotent."""
@@ -299,17 +270,13 @@ class Engine(AbstractContextManager["Engine"]):
         """Close it."""
         self.close()
 
-    def _pools(self) -> dict[str, Tensor]:
-        """KV pools of the model and of its drafter, by name."""
-        return self._memory.target.pools() | (self._drafter.pools() if self._drafter else {})
-
     def _ready(self) -> bool:
         """Read what has landed; whether there is room for one more step."""
         self._read_landed()
         if not self._outputs.has_room:
             self._check_progress()
             return False
-        if self._scheduler.waiting and (now := version(self._weights)) != self._version:
+        if self._scheduler.waiting and (now := version(self._runner.weights)) != self._version:
             self._version = now
             self._scheduler.pages.forget()
         return True
@@ -324,29 +291,17 @@ class Engine(AbstractContextManager["Engine"]):
         return True
 
     def _launch_or_end(self, inputs: StepInputs, bucket: Bucket) -> None:
+        step = self._runner.steps
         try:
-            self._launch(inputs, bucket)
+            if self._lockstep is not None and self._lockstep.leads:
+                self._lockstep.send(Message(step, bucket.name, inputs))
+            self._runner.launch(inputs, bucket)
         except Exception as error:
-            reason = f"step {self._steps} ({bucket.name}) failed: {type(error).__name__}: {error}"
+            reason = f"step {step} ({bucket.name}) failed: {type(error).__name__}: {error}"
             if self._lockstep is not None:
                 reason += f"; {self._lockstep.blame()}"
             self._end(reason, FinishReason.ERROR)
             raise StepError(f"{reason}. The engine is closed.") from error
-        self._replays[bucket] += 1
-        self._steps += 1
-
-    def _launch(self, inputs: StepInputs, bucket: Bucket) -> None:
-        """One copy in, the prompts of admitted slots, one replay, one copy out."""
-        if self._lockstep is not None and self._lockstep.leads:
-            self._lockstep.send(Message(self._steps, bucket.name, inputs))
-        self._stream.join()
-        with nvtx_ranges.scope(f"replay.{bucket.name}"):
-            history = self._memory.state.history
-            for admission in inputs.admissions:
-                self._prompts.send(admission.tokens, history[admission.slot], self._stream)
-            self._inputs.send(inputs, self._memory.inputs, self._stream)
-            self._stream.submit(self._graphs[bucket].replay)
-            self._outputs.receive(self._steps, self._memory.output, self._stream)
 
     def _read_landed(self) -> None:
         for result in self._outputs.landed():
@@ -362,11 +317,8 @@ class Engine(AbstractContextManager["Engine"]):
             request.finish_reason, request.error = finish, reason
             self._outbox.put(Event(request, (), (), True, finish, reason))
         if self._lockstep is not None and self._lockstep.leads:
-            self._lockstep.send_close(self._steps)
-        if self._outputs.in_flight and finish is FinishReason.CANCELLED:
-            self._stream.mark().wait()
-        for graph in self._graphs.values():
-            graph.close()
+            self._lockstep.send_close(self._runner.steps)
+        self._runner.close(drain=finish is FinishReason.CANCELLED)
         if self._lockstep is not None:
             self._lockstep.close()
         if self._group is not None:

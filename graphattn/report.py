@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 from graphattn._capture.graph import Graph
 from graphattn.config import Bucket
 from graphattn.errors import wrong
-from graphattn.memory import StepMemory
 from graphattn.outbox import Outbox
+from graphattn.runner import Runner
 from graphattn.scheduler import Scheduler
-from graphattn.sizing import EngineConfig
 
 Progress = Callable[[str, int, int], None]  # name of a bucket, done, total
 
@@ -141,18 +138,11 @@ def bucket_report(bucket: Bucket, graph: Graph, replays: int) -> BucketReport:
     )
 
 
-def engine_report(
-    config: EngineConfig,
-    memory: StepMemory,
-    pools: Mapping[str, Tensor],
-    buckets: Sequence[BucketReport],
-    *,
-    capture_seconds: float,
-) -> EngineReport:
-    """Of an engine's parts."""
-    bounds = config.bounds
-    ranks = len(memory.target.shards)
-    kv_bytes = sum(pool.numel() * pool.itemsize for pool in pools.values())
+def engine_report(runner: Runner) -> EngineReport:
+    """Of an engine's device side."""
+    config, memory, graphs = runner.config, runner.memory, runner.graphs
+    bounds, ranks = config.bounds, len(memory.target.shards)
+    kv_bytes = sum(pool.numel() * pool.itemsize for pool in runner.pools().values())
     return EngineReport(
         backend=config.backend,
         device=str(config.device),
@@ -165,8 +155,8 @@ def engine_report(
         kv_bytes_per_token=kv_bytes // (bounds.num_pages * bounds.page_size * ranks),
         partial_traffic=memory.target.partial_traffic(),
         state_bytes=sum(t.numel() * t.itemsize for t in memory.tensors().values()),
-        capture_seconds=capture_seconds,
-        buckets=tuple(buckets),
+        capture_seconds=runner.capture_seconds,
+        buckets=tuple(bucket_report(b, graphs[b], runner.replays[b]) for b in sorted(graphs)),
         notes=config.notes,
     )
 

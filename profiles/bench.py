@@ -141,7 +141,8 @@ def work_items(engine: Engine) -> dict[str, list[int]]:
     requests = submit(engine, BOUNDS_8)
     for _ in range(BOUNDS_8.new_tokens // 2):
         timed_step(engine)
-    buffers = engine._memory.target.shards[0].buffers  # not public: nobody else needs the metadata
+    # not public: nobody else needs the metadata
+    buffers = engine._runner.memory.target.shards[0].buffers
     counts = {name: getattr(buffers, name).tolist() for name in ("decode_count", "prefill_count")}
     for request in requests:
         engine.cancel(request)

@@ -97,14 +97,14 @@ def test_an_engine_that_fails_is_told_to_its_clients(
     streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(TinyModel(), stream=LaggingStream(pace=3))
-    launch = engine._launch
+    launch = engine._runner.launch
 
     def fails(*step: Any) -> None:
         if engine.stats().steps == 9:
             raise MemoryError("injected")
         launch(*step)
 
-    monkeypatch.setattr(engine, "_launch", fails)
+    monkeypatch.setattr(engine._runner, "launch", fails)
 
     async def body(app: Any, state: Any) -> None:
         client = await Client(streamed=streamed).ask(app, state)

@@ -101,9 +101,9 @@ def test_what_nobody_wrote_is_never_read() -> None:
     """NaN in every page and huge ids in the page table before the first request."""
     model, want = _reference("deepseek-v3")
     with _capture(model, dcp=_virtual(2, 3, "ag_rs")) as engine:
-        for pool in engine._pools().values():
+        for pool in engine._runner.pools().values():
             pool.fill_(float("nan"))
-        engine._memory.state.page_table.fill_(HUGE)
+        engine._runner.memory.state.page_table.fill_(HUGE)
         _check(engine, model, want)
 
 

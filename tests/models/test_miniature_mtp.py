@@ -107,7 +107,7 @@ def test_its_first_drafts_are_those_of_transformers_module(model: Any) -> None:
     mtp = load_mtp(reference)
     with engine(model, MTP(2), run_ahead=1, max_batch=1, backend="eager") as drafting:
         request = drafting.submit(PROMPTS[0], max_new_tokens=12)
-        state, seen = drafting._memory.state, {}
+        state, seen = drafting._runner.memory.state, {}
         while drafting.busy:
             drafting.step()
             drafting.poll()

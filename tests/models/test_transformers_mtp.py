@@ -50,7 +50,7 @@ class Drafts:
         self.seen: dict[tuple[int, ...], list[int]] = {}
 
     def look_and_replace(self) -> None:
-        state, k = self._engine._memory.state, self._engine.config.bounds.max_drafts
+        state, k = self._engine._runner.memory.state, self._engine.config.bounds.max_drafts
         for seat in self._engine._scheduler._seats.values():
             count = int(state.draft_count[seat.slot])
             if not count or int(state.finish[seat.slot]):
@@ -130,7 +130,7 @@ def test_drafts_are_those_of_generate_with_mtp(
     want = generate(model, text, use_mtp=True)
     with make_engine(model, speculate=MTP(depth, mtp), run_ahead=1, max_seq_len=40) as engine:
         request = engine.submit(text, max_new_tokens=NEW_TOKENS)
-        state, seen = engine._memory.state, {}
+        state, seen = engine._runner.memory.state, {}
         while engine.busy:
             engine.step()
             engine.poll()

@@ -163,14 +163,14 @@ def lose(leave: Callable[[], None]) -> None:
     dist.all_reduce(pids)
     store = _get_default_store()
     engine = make_engine(TinyModel(), dcp=graphattn.DCP(dist.group.WORLD, timeout=TIMEOUT))
-    launch = engine._launch
+    launch = engine._runner.launch
 
     def leaving(*args: object) -> None:
         if rank == size - 1 and engine.stats().steps == 3:
             leave()
         launch(*args)  # type: ignore[arg-type]
 
-    engine._launch = leaving  # type: ignore[method-assign]
+    engine._runner.launch = leaving  # type: ignore[method-assign]
     started = time.monotonic()
     try:
         if rank:

@@ -60,7 +60,7 @@ def test_a_failing_step_ends_every_stream(
     model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(model, max_batch=2)
-    submit, work = engine._stream.submit, []
+    submit, work = engine._runner.stream.submit, []
 
     def fail_at_the_fifth(launch: Callable[[], object]) -> None:
         work.append(launch)
@@ -68,7 +68,7 @@ def test_a_failing_step_ends_every_stream(
             raise MemoryError("injected")
         submit(launch)
 
-    monkeypatch.setattr(engine._stream, "submit", fail_at_the_fifth)
+    monkeypatch.setattr(engine._runner.stream, "submit", fail_at_the_fifth)
 
     async def body(serving: AsyncEngine) -> None:
         streams = [await serving.submit([i], max_new_tokens=90) for i in range(4)]

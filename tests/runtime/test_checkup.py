@@ -35,13 +35,13 @@ def test_an_engine_audits_clean(engine: Engine) -> None:
 
 def _skip(engine: Engine, what: str) -> Callable[[], None]:
     """A program with one piece of the step left out."""
-    memory = engine._memory
+    memory = engine._runner.memory
 
     def program() -> None:
         saved = {n: t.clone() for n, t in memory.tensors().items() if what in n}
-        pools = {n: p.clone() for n, p in engine._pools().items() if what in n}
-        engine._programs[engine.config.buckets.mixed[-1]]()
-        for name, tensor in (memory.tensors() | engine._pools()).items():
+        pools = {n: p.clone() for n, p in engine._runner.pools().items() if what in n}
+        engine._runner.programs[engine.config.buckets.mixed[-1]]()
+        for name, tensor in (memory.tensors() | engine._runner.pools()).items():
             if what in name:
                 tensor.copy_((saved | pools)[name])
 
@@ -62,7 +62,7 @@ def _skip(engine: Engine, what: str) -> Callable[[], None]:
 def test_a_replay_that_forgets_something_is_caught(forgotten: str) -> None:
     engine = make_engine(TinyModel(), max_tokens=16)
     for bucket in engine.config.buckets.mixed:
-        engine._graphs[bucket].replay = _skip(engine, forgotten)  # type: ignore[method-assign]
+        engine._runner.graphs[bucket].replay = _skip(engine, forgotten)  # type: ignore[method-assign]
     report = engine.verify(20)
     assert not report.ok
     assert report.difference is not None
@@ -79,7 +79,7 @@ def test_verify_needs_an_idle_engine_without_prepacking() -> None:
 
 
 def test_verify_leaves_random_numbers_and_slots_alone(engine: Engine) -> None:
-    before = {n: t.clone() for n, t in engine._memory.state.tensors().items()}
+    before = {n: t.clone() for n, t in engine._runner.memory.state.tensors().items()}
     engine.verify(5)
-    for name, tensor in engine._memory.state.tensors().items():
+    for name, tensor in engine._runner.memory.state.tensors().items():
         assert torch.equal(tensor, before[name]), name

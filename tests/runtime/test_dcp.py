@@ -72,7 +72,7 @@ def test_short_sequences_leave_ranks_without_keys(model: TinyModel) -> None:
     with make_engine(model, dcp=virtual(4, 64)) as engine:
         (done,) = engine.generate([[7, 8]], max_new_tokens=9)
         assert list(done.token_ids) == model.generate([7, 8], 9)
-        for shard in engine._memory.target.shards[1:]:
+        for shard in engine._runner.memory.target.shards[1:]:
             assert not any(bool(pool.any()) for pool in shard.pools.tensors().values())
 
 
@@ -82,7 +82,7 @@ def test_each_rank_holds_exactly_its_positions(model: TinyModel) -> None:
         engine.submit(list(range(1, length + 1)), max_new_tokens=4)
         engine.step()
         engine.step()
-        for rank, shard in enumerate(engine._memory.target.shards):
+        for rank, shard in enumerate(engine._runner.memory.target.shards):
             held = int((shard.pools.keys[0] != 0).any(-1).any(1).sum())
             assert held == local_length(length, rank, W, I)
 
@@ -98,7 +98,7 @@ def test_ranks_see_other_lengths_after_other_inputs(model: TinyModel) -> None:
             engine.poll()
             if len(request.token_ids) > 1:
                 length = 9 + len(request.token_ids)
-                ends = [int(s.buffers.visible_end[0]) for s in engine._memory.target.shards]
+                ends = [int(s.buffers.visible_end[0]) for s in engine._runner.memory.target.shards]
                 assert ends == [local_length(length, r, W, I) for r in range(W)]
                 seen.append(ends)
         for before, after in itertools.pairwise(seen):
@@ -135,7 +135,7 @@ def test_a_forced_bucket_carries_what_fits(model: TinyModel) -> None:
 
 
 def _lasting(engine: Engine) -> dict[str, torch.Tensor]:
-    return engine._memory.state.tensors() | engine._pools()
+    return engine._runner.memory.state.tensors() | engine._runner.pools()
 
 
 def test_capacity_grows_with_the_ranks(model: TinyModel) -> None:

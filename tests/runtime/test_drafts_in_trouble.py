@@ -79,18 +79,18 @@ def test_padding_touches_no_slot(drafter: str) -> None:
         while min(len(r.token_ids) for r in requests) < 5:
             engine.step()
             engine.poll()
-        inputs, state = engine._memory.inputs, engine._memory.state.tensors()
+        inputs, state = engine._runner.memory.inputs, engine._runner.memory.state.tensors()
         for name in ("slot_of_row", "admit_generation", "page_updates"):
             getattr(inputs, name).fill_(-1)
         inputs.query_len.fill_(0)
         inputs.release.fill_(0)
-        lasting = {n: t.clone() for n, t in (state | engine._pools()).items()}
-        for graph in engine._graphs.values():
+        lasting = {n: t.clone() for n, t in (state | engine._runner.pools()).items()}
+        for graph in engine._runner.graphs.values():
             graph.replay()
-        for name, tensor in (state | engine._pools()).items():
+        for name, tensor in (state | engine._runner.pools()).items():
             assert torch.equal(tensor, lasting[name]), name
         inputs.slot_of_row[0], inputs.query_len[0] = 1, 4
-        engine._graphs[engine.config.buckets.decode[0]].replay()
+        engine._runner.graphs[engine.config.buckets.decode[0]].replay()
         assert state["seq_len"][1] > lasting["seq_len"][1], "the row that there is does its step"
         for name, tensor in state.items():
             assert torch.equal(tensor[0], lasting[name][0]), name
@@ -108,7 +108,7 @@ def test_a_nan_request_harms_nobody(drafter: str) -> None:
             engine.step()
         assert poisoned.finish_reason is FinishReason.ERROR
         assert poisoned.token_ids == []
-        assert any(bool(pool.isnan().any()) for pool in engine._pools().values())
+        assert any(bool(pool.isnan().any()) for pool in engine._runner.pools().values())
         heir = engine.submit(harmless[1], max_new_tokens=20)
         drain(engine)
         assert neighbour.token_ids == clean.generate(harmless[0], 20)
@@ -121,7 +121,7 @@ def test_a_drafter_that_goes_nan_only_guesses_badly() -> None:
     texts = [[1, POISON, 2], [3, 4], [9, 8, 7]]
     with make_engine(target, max_tokens=24, speculate=drafters(target)["wrong"]) as engine:
         done = engine.generate(texts, max_new_tokens=15)
-        assert any(bool(p.isnan().any()) for n, p in engine._pools().items() if "draft" in n)
+        assert any(bool(p.isnan().any()) for n, p in engine._runner.pools().items() if "draft" in n)
     assert [list(c.token_ids) for c in done] == [target.generate(p, 15) for p in texts]
 
 

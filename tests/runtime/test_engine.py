@@ -69,7 +69,7 @@ def test_the_host_bound_covers_the_device_and_is_tight_when_nothing_is_in_flight
     model, stream = TinyModel(), LaggingStream(pace=2)
     engine = make_engine(model, stream=stream, run_ahead=3, page_size=1)
     jobs = [(p, 4 + 3 * i % 11) for i, p in enumerate(prompts(8, seed=3))]
-    state = engine._memory.state
+    state = engine._runner.memory.state
 
     def check() -> None:
         for slot in range(4):
@@ -265,7 +265,7 @@ def test_a_nan_request_ends_in_error_and_its_pages_are_safe_for_the_next() -> No
         assert poisoned.finish_reason is FinishReason.ERROR
         assert "NaN" in str(poisoned.error)
         assert poisoned.token_ids == []
-        assert any(bool(pool.isnan().any()) for pool in engine._pools().values())
+        assert any(bool(pool.isnan().any()) for pool in engine._runner.pools().values())
         heir = engine.submit(harmless[1], max_new_tokens=20)
         while engine.busy:
             engine.step()
@@ -300,7 +300,7 @@ def test_a_finished_slot_does_nothing_until_it_is_released() -> None:
         assert engine.step()
     while stream.pending:
         stream.run_one()
-    state = engine._memory.state
+    state = engine._runner.memory.state
     assert int(state.finish[0]) == Finish.STOP
     assert int(state.seq_len[0]) == 4
     assert int(state.context_len[0]) == 3

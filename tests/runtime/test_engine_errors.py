@@ -202,7 +202,7 @@ def test_a_failing_step_ends_every_request_with_the_reason() -> None:
     engine = make_engine(TinyModel(), max_batch=1)
     running, queued = (engine.submit([i], max_new_tokens=9) for i in (1, 2))
     engine.step()
-    for graph in engine._graphs.values():
+    for graph in engine._runner.graphs.values():
         graph.replay = lambda: 1 / 0
     with pytest.raises(StepError, match="ZeroDivisionError"):
         engine.step()

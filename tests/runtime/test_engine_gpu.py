@@ -101,7 +101,7 @@ def test_the_loop_never_synchronises_nor_allocates() -> None:
     with capture(model) as engine:
         engine.generate([[1, 2, 3]] * 4, max_new_tokens=8)
         requests = [engine.submit([i + 1] * 5, max_new_tokens=60) for i in range(4)]
-        addresses = {n: t.data_ptr() for n, t in engine._memory.tensors().items()}
+        addresses = {n: t.data_ptr() for n, t in engine._runner.memory.tensors().items()}
         before = torch.cuda.memory_stats(CUDA)
         with synchronisation_is_an_error():
             while engine.busy:
@@ -110,7 +110,7 @@ def test_the_loop_never_synchronises_nor_allocates() -> None:
         after = torch.cuda.memory_stats(CUDA)
         for counter in ("allocation.all.allocated", "segment.all.allocated"):
             assert after[counter] == before[counter], counter
-        assert {n: t.data_ptr() for n, t in engine._memory.tensors().items()} == addresses
+        assert {n: t.data_ptr() for n, t in engine._runner.memory.tensors().items()} == addresses
         for request in requests:
             assert request.token_ids == model.generate(list(request.prompt), 60)
 

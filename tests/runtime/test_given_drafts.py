@@ -36,7 +36,7 @@ def put_drafts(
     engine: Engine, futures: dict[tuple[int, ...], list[int]], rng: random.Random
 ) -> int:
     """0 to k drafts for each decoding slot: a right prefix, then perhaps a wrong token."""
-    state, bounds, given = engine._memory.state, engine.config.bounds, 0
+    state, bounds, given = engine._runner.memory.state, engine.config.bounds, 0
     for seat in engine._scheduler._seats.values():
         if seat.prefilling or state.finish[seat.slot] != 0:
             continue

@@ -69,9 +69,9 @@ def test_stale_pages_and_unused_columns_are_never_read(
 ) -> None:
     """NaN in every latent that was not written, huge ids in every unused page-table column."""
     with make_engine(model, dcp=DCP(VirtualGroup(2), 3)) as engine:
-        for pool in engine._pools().values():
+        for pool in engine._runner.pools().values():
             pool.fill_(float("nan"))
-        engine._memory.state.page_table.fill_(HUGE)
+        engine._runner.memory.state.page_table.fill_(HUGE)
         assert [r.token_ids for r in serve(engine, JOBS)] == expected
 
 
@@ -88,7 +88,7 @@ def test_each_rank_holds_the_latents_of_its_positions(model: TinyLatent) -> None
         engine.submit(list(range(1, length + 1)), max_new_tokens=4)
         engine.step()
         engine.step()
-        for rank, shard in enumerate(engine._memory.target.shards):
+        for rank, shard in enumerate(engine._runner.memory.target.shards):
             held = int((shard.pools.keys[0] != 0).any(-1).sum())
             assert held == local_length(length, rank, W, I)
 
@@ -123,7 +123,7 @@ def test_report_has_bytes_per_token_and_partial_traffic(model: TinyLatent) -> No
         report = engine.report()
     latent, whole = 12 * 4, 2 * 2 * 8 * 4
     assert report.kv_bytes_per_token == 2 * latent + whole
-    chunk = engine._memory.target.shape.chunk
+    chunk = engine._runner.memory.target.shape.chunk
     assert report.partial_traffic == 2 * 6 * 8 * 4 / (chunk * latent)
     assert f"at most {report.partial_traffic:.1%} of the KV traffic" in str(report)
 

@@ -135,7 +135,7 @@ class Watch:
         self.drafts: list[tuple[Request, int, list[int]]] = []
 
     def __call__(self) -> None:
-        state = self._engine._memory.state
+        state = self._engine._runner.memory.state
         for seat in self._engine._scheduler._seats.values():
             count = int(state.draft_count[seat.slot])
             if count and int(state.finish[seat.slot]) == 0:
@@ -167,7 +167,8 @@ def check_caches(engine: Engine, target: TinyTarget, depth: int) -> int:
     Module i holds position p + i + 1 at place p, as far as that token is committed. A chain sees
     depth - 1 places again; pages behind their windows are returned.
     """
-    state, bounds, drafter = engine._memory.state, engine.config.bounds, engine._drafter
+    runner, bounds = engine._runner, engine.config.bounds
+    state, drafter = runner.memory.state, runner.drafter
     count = 0
     for seat in engine._scheduler._seats.values():
         seq_len = int(state.seq_len[seat.slot])
@@ -232,7 +233,7 @@ def test_rows_of_a_chain_keep_the_kind_that_they_have_for_the_target(target: Tin
     """A row that decodes sees places of its prompt again, and is a decode row all the same: a
     decode graph has no prefill items."""
     with make_engine(target, speculate=MTP(3, KnowingMTP(target, 3)), run_ahead=1) as engine:
-        memory, drafter, kinds = engine._memory, engine._drafter, set()
+        memory, drafter, kinds = engine._runner.memory, engine._runner.drafter, set()
         step, state = drafter.memory.shards[0].buffers, memory.state  # of the last module's pass
 
         def after_step() -> None:
@@ -271,9 +272,9 @@ def test_replay_verifies_and_audits_clean(target: TinyTarget, depth: int, dcp: D
 def test_pages_and_scratch_of_the_module_are_the_engines(target: TinyTarget) -> None:
     """Reported, poisoned and kept out of the capture like the target's."""
     with make_engine(target, speculate=MTP(2, KnowingMTP(target, 2)), dcp=virtual(2, 1)) as engine:
-        own = [name for name in engine._pools() if name.startswith("mtp.")]
+        own = [name for name in engine._runner.pools() if name.startswith("mtp.")]
         assert len(own) == 2 * 2 * 2  # modules, ranks, K and V
-        assert all(not bool(engine._pools()[name].any()) for name in own)
+        assert all(not bool(engine._runner.pools()[name].any()) for name in own)
 
 
 @pytest.mark.parametrize("k", [0, 16, True, 1.0])

@@ -65,19 +65,23 @@ def test_b2_b3_b4_one_memory_for_all_graphs(target: TinyTarget, expected: list[l
         assert len(list(many.config.buckets)) >= 5
 
         def addresses() -> dict[str, int]:
-            named = many._memory.tensors() | many._pools() | many._drafter.scratch()
-            return {n: t.data_ptr() for n, t in (named | many._drafter.lasting()).items()}
+            named = (
+                many._runner.memory.tensors()
+                | many._runner.pools()
+                | many._runner.drafter.scratch()
+            )
+            return {n: t.data_ptr() for n, t in (named | many._runner.drafter.lasting()).items()}
 
         before = addresses()
         assert generated(many) == expected
         largest = many.config.buckets.mixed[-1]
-        many._programs[largest]()
+        many._runner.programs[largest]()
         jobs = [(text, 1 + 5 * i % TOKENS) for i, text in enumerate(TEXTS * 2)]
         for request in serve(many, jobs, seed=3):
             text, count = list(request.prompt), request.params.max_new_tokens
             assert request.token_ids == expected[TEXTS.index(text)][:count]
         assert addresses() == before
-        used = [bucket.name for bucket, count in many._replays.items() if count]
+        used = [bucket.name for bucket, count in many._runner.replays.items() if count]
         assert len(used) >= 4, used
 
 
@@ -118,20 +122,22 @@ def test_b9_nothing_beyond_the_limits(depth: int, W: int, I: int) -> None:
     options = {"max_batch": 1, "max_seq_len": None, "prefix_reuse": False}
     with engine(model, speculate, dcp=dcp, **options) as limited:
         for count in [*range(1, 2 * k + 2), 100]:
-            for pool in limited._pools().values():
+            for pool in limited._runner.pools().values():
                 pool.fill_(untouched)
-            limited._memory.state.page_table.fill_(HUGE)  # a page that is not set is out of bounds
+            limited._runner.memory.state.page_table.fill_(
+                HUGE
+            )  # a page that is not set is out of bounds
             (done,) = limited.generate([prompt], max_new_tokens=count)
             assert list(done.token_ids) == tokens[:count]
             assert done.finish_reason is FinishReason.LENGTH
             written = {"target": 0, "mtp": 0}
-            for name, pool in limited._pools().items():
+            for name, pool in limited._runner.pools().items():
                 if "key" in name:
                     kind = "mtp" if name.startswith("mtp.") else "target"
                     written[kind] += int((pool != untouched).any(-1).any(1).sum())
             assert written["target"] == len(prompt) + len(done.token_ids) - 1
             assert written["mtp"] <= depth * (end - 1)  # no token follows position max_seq_len - 1
-            history = limited._memory.state.history[0, : len(prompt) + len(done.token_ids)]
+            history = limited._runner.memory.state.history[0, : len(prompt) + len(done.token_ids)]
             assert history.tolist() == prompt + tokens[:count]
 
 
@@ -154,7 +160,7 @@ def test_b10_e9_rows_with_any_number_of_drafts(
     rng, sizes = random.Random(depth), set()
     module = KnowingMTP(target, depth, fails=True)
     with engine(target, MTP(3, module), run_ahead=1) as uneven:
-        watch, state = Watch(uneven), uneven._memory.state
+        watch, state = Watch(uneven), uneven._runner.memory.state
         requests = [uneven.submit(text, max_new_tokens=TOKENS) for text in TEXTS]
         while uneven.busy:
             uneven.step()
@@ -185,7 +191,7 @@ def test_nothing_relies_on_what_an_earlier_step_left(
             spoiled.poll()
             poison(spoiled)
             poison_free_pages(spoiled)
-            for tensor in spoiled._drafter.scratch().values():
+            for tensor in spoiled._runner.drafter.scratch().values():
                 tensor.fill_(float("nan") if tensor.is_floating_point() else HUGE)
         stats = spoiled.stats()
     assert [r.token_ids for r in requests] == [target.generate(long, TOKENS), *expected]
@@ -199,14 +205,18 @@ def test_c8_padding_touches_no_slot(target: TinyTarget) -> None:
         while min(len(r.token_ids) for r in requests) < 4:
             padded.step()
             padded.poll()
-        inputs = padded._memory.inputs
+        inputs = padded._runner.memory.inputs
         for name in ("slot_of_row", "admit_generation", "page_updates"):
             getattr(inputs, name).fill_(-1)
         inputs.query_len.fill_(0)
         inputs.release.fill_(0)
-        state = padded._memory.state.tensors() | padded._pools() | padded._drafter.lasting()
+        state = (
+            padded._runner.memory.state.tensors()
+            | padded._runner.pools()
+            | padded._runner.drafter.lasting()
+        )
         before = {name: tensor.clone() for name, tensor in state.items()}
-        for graph in padded._graphs.values():
+        for graph in padded._runner.graphs.values():
             graph.replay()
         for name, tensor in state.items():
             assert torch.equal(tensor, before[name]), name
@@ -240,7 +250,7 @@ def test_a_module_that_goes_nan_only_guesses_badly() -> None:
     texts = [[1, POISON, *TEXTS[3]], *TEXTS[:2]]
     with engine(clean, MTP(3, KnowingMTP(TinyTarget(poisonable=True)))) as half:
         assert generated(half, texts) == [clean.generate(t, TOKENS) for t in texts]
-        spoiled = {n for n, pool in half._pools().items() if bool(pool.isnan().any())}
+        spoiled = {n for n, pool in half._runner.pools().items() if bool(pool.isnan().any())}
     assert spoiled
     assert all(name.startswith("mtp.") for name in spoiled)
 

@@ -202,7 +202,7 @@ def test_one_step_mixes_unequal_drafts_and_prefill(
     """Rows with 0 to k drafts beside chunks of prompts, done rows and padding."""
     drafts_beside_prefill: set[tuple[int, ...]] = set()
     with make_engine(model, speculate=NGram(3), max_tokens=19, run_ahead=1) as engine:
-        state, seats = engine._memory.state, engine._scheduler._seats
+        state, seats = engine._runner.memory.state, engine._scheduler._seats
 
         def look() -> None:
             engine.poll()
@@ -237,7 +237,7 @@ def test_a_chunk_may_leave_one_token_of_a_prompt() -> None:
     with make_engine(CyclicModel(), speculate=NGram(4), run_ahead=1, max_tokens=20) as engine:
         request = engine.submit(cycle(0, 21), max_new_tokens=11)
         engine.step()
-        assert engine._memory.state.draft_count[0] == 4
+        assert engine._runner.memory.state.draft_count[0] == 4
         while engine.busy:
             engine.step()
             engine.poll()
@@ -266,7 +266,7 @@ def test_nothing_is_written_or_emitted_beyond_the_limits(W: int, I: int) -> None
     options = {"max_tokens": 20, "max_batch": 1, "prefix_reuse": False}  # the pools are spoiled
     with make_engine(model, speculate=NGram(k), dcp=virtual(W, I, k), **options) as engine:
         for count in [*range(1, 2 * k + 2), 100]:
-            for pool in engine._pools().values():
+            for pool in engine._runner.pools().values():
                 pool.fill_(untouched)
             (done,) = engine.generate([prompt], max_new_tokens=count)
             emitted = min(count, 30 - len(prompt))
@@ -274,11 +274,11 @@ def test_nothing_is_written_or_emitted_beyond_the_limits(W: int, I: int) -> None
             assert done.finish_reason is FinishReason.LENGTH
             written = sum(
                 int((pool != untouched).any(-1).any(1).sum())
-                for name, pool in engine._pools().items()
+                for name, pool in engine._runner.pools().items()
                 if "key" in name
             )
             assert written == len(prompt) + emitted - 1
-            history = engine._memory.state.history[0].tolist()
+            history = engine._runner.memory.state.history[0].tolist()
             assert history[: len(prompt) + emitted] == cycle(0, len(prompt) + emitted)
 
 

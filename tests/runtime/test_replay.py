@@ -24,8 +24,8 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def everything(engine: Engine) -> dict[str, torch.Tensor]:
-    memory = engine._memory
-    return memory.tensors() | engine._pools()
+    memory = engine._runner.memory
+    return memory.tensors() | engine._runner.pools()
 
 
 def differences(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
@@ -51,7 +51,7 @@ def test_replay_equals_the_eager_step_bitwise(options: dict[str, object]) -> Non
 
 def poison(engine: Engine) -> None:
     """Everything that a step is to rewrite, and everything that it is not to read."""
-    memory, state = engine._memory, engine._memory.state
+    memory, state = engine._runner.memory, engine._runner.memory.state
     for tensor in memory.scratch().values():
         tensor.fill_(float("nan") if tensor.is_floating_point() else HUGE)
     for slot in range(engine.config.bounds.max_batch):
@@ -63,7 +63,7 @@ def poison(engine: Engine) -> None:
 def poison_free_pages(engine: Engine) -> None:
     held = {p for slot in range(4) for p in engine._scheduler.pages.pages_of(slot)}
     free = [p for p in range(engine.config.bounds.num_pages) if p not in held]
-    for pool in engine._pools().values():
+    for pool in engine._runner.pools().values():
         pool[free] = float("nan")
 
 
@@ -116,19 +116,19 @@ def test_idle_rows_write_nothing() -> None:
         while len(request.token_ids) < 5:
             engine.step()
             engine.poll()
-        engine._memory.inputs.slot_of_row.fill_(-1)
-        engine._memory.inputs.query_len.fill_(0)
-        engine._memory.inputs.admit_generation.fill_(-1)
-        engine._memory.inputs.release.fill_(0)
-        engine._memory.inputs.page_updates.fill_(-1)
+        engine._runner.memory.inputs.slot_of_row.fill_(-1)
+        engine._runner.memory.inputs.query_len.fill_(0)
+        engine._runner.memory.inputs.admit_generation.fill_(-1)
+        engine._runner.memory.inputs.release.fill_(0)
+        engine._runner.memory.inputs.page_updates.fill_(-1)
         before = {n: t.clone() for n, t in _lasting(engine).items()}
-        for graph in engine._graphs.values():
+        for graph in engine._runner.graphs.values():
             graph.replay()
         assert differences(before, _lasting(engine)) == []
 
 
 def _lasting(engine: Engine) -> dict[str, torch.Tensor]:
-    return engine._memory.state.tensors() | engine._pools()
+    return engine._runner.memory.state.tensors() | engine._runner.pools()
 
 
 def test_capture_leaves_state_pages_and_random_numbers_as_they_were() -> None:
@@ -139,7 +139,7 @@ def test_capture_leaves_state_pages_and_random_numbers_as_they_were() -> None:
         for _ in range(6):
             engine.step()
             engine.poll()
-        inputs = engine._memory.inputs
+        inputs = engine._runner.memory.inputs
         inputs.slot_of_row.fill_(-1)
         for field in (inputs.query_len, inputs.release):
             field.fill_(0)
@@ -148,12 +148,13 @@ def test_capture_leaves_state_pages_and_random_numbers_as_they_were() -> None:
         before = {n: t.clone() for n, t in _lasting(engine).items()}
         torch.manual_seed(11)
         random_state = torch.get_rng_state()
-        parts = (engine._programs, engine.config, engine._stream, engine._weights)
-        again = capture_graphs(*parts, engine._pools().values(), None)
+        runner = engine._runner
+        parts = (runner.programs, engine.config, runner.stream, runner.weights)
+        again = capture_graphs(*parts, runner.pools().values(), None)
         assert torch.equal(torch.get_rng_state(), random_state)
         assert differences(before, _lasting(engine)) == []
         assert gc.isenabled()
-        engine._graphs = again
+        engine._runner.graphs = again
         while engine.busy:
             engine.step()
         for request in requests:

@@ -1,0 +1,76 @@
+"""The device side of an engine: its memory, graphs and rings, on one stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from graphattn._capture import nvtx_ranges
+from graphattn._capture.graph import Graph
+from graphattn.config import Bucket
+from graphattn.graphs import capture_graphs
+from graphattn.groups import Group
+from graphattn.inputs import InputRing, PromptRing, StepInputs
+from graphattn.models import weights
+from graphattn.models.contract import StepModel
+from graphattn.ring import OutputRing
+from graphattn.sizing import EngineConfig, open_memory
+from graphattn.step import step_program
+from graphattn.stream import Stream
+
+
+class Runner:
+    """Launches steps and hands out what landed; what a step does is decided elsewhere."""
+
+    def __init__(
+        self, model: StepModel, config: EngineConfig, stream: Stream, group: Group | None
+    ) -> None:
+        bounds, device = config.bounds, config.device
+        self.config = config
+        self.stream = stream
+        self.memory, self.drafter = open_memory(model, config, group)
+        self.programs = {
+            bucket: step_program(model, self.memory, bucket, self.drafter)
+            for bucket in config.buckets
+        }
+        self.weights = weights(model) | (self.drafter.weights() if self.drafter else {})
+        self.graphs: dict[Bucket, Graph] = {}
+        self.capture_seconds = 0.0
+        self.prompts = PromptRing(bounds, device, prompts_in_flight=bounds.max_batch)
+        self.outputs = OutputRing(bounds, device, steps_in_flight=config.run_ahead)
+        self.steps = 0  # launched
+        self._inputs = InputRing(bounds, device, steps_in_flight=config.run_ahead)
+        self.replays = dict.fromkeys(config.buckets, 0)
+
+    def pools(self) -> dict[str, Tensor]:
+        """KV pools of the model and of its drafter, by name."""
+        return self.memory.target.pools() | (self.drafter.pools() if self.drafter else {})
+
+    def capture(self, progress: Callable[[str, int, int], None] | None) -> None:
+        """Capture every bucket; `CaptureError` when it cannot be."""
+        started = time.perf_counter()
+        parts = (self.programs, self.config, self.stream, self.weights, self.pools().values())
+        self.graphs = capture_graphs(*parts, progress)
+        self.capture_seconds = time.perf_counter() - started
+
+    def launch(self, inputs: StepInputs, bucket: Bucket) -> None:
+        """One copy in, the prompts of admitted slots, one replay, one copy out."""
+        self.stream.join()
+        with nvtx_ranges.scope(f"replay.{bucket.name}"):
+            history = self.memory.state.history
+            for admission in inputs.admissions:
+                self.prompts.send(admission.tokens, history[admission.slot], self.stream)
+            self._inputs.send(inputs, self.memory.inputs, self.stream)
+            self.stream.submit(self.graphs[bucket].replay)
+            self.outputs.receive(self.steps, self.memory.output, self.stream)
+        self.replays[bucket] += 1
+        self.steps += 1
+
+    def close(self, *, drain: bool) -> None:
+        """Free the graphs, once the steps in flight have ended if `drain`."""
+        if drain and self.outputs.in_flight:
+            self.stream.mark().wait()
+        for graph in self.graphs.values():
+            graph.close()
