@@ -1,5 +1,6 @@
 """Static-shape, CUDA-graph-friendly attention runtime: one captured graph per decode step."""
 
+from graphattn import bounds, ops
 from graphattn._capture.errors import CaptureError
 from graphattn.aio import AsyncEngine, EventStream
 from graphattn.capturing import capture
@@ -53,5 +54,7 @@ __all__ = [
     "UnsupportedModelError",
     "VirtualGroup",
     "Work",
+    "bounds",
     "capture",
+    "ops",
 ]

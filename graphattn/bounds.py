@@ -10,7 +10,12 @@ One rank is the case `dcp_size=1` of the same formulas.
     L  number of tokens of a sequence    I  interleave
 
 A query at global position p sees exactly the local positions `c < local_length(p + 1)`
-of each rank, whatever the interleave: visibility under a causal mask is a prefix.
+of each rank, whatever the interleave: visibility under a causal mask is a prefix; a window of w
+tokens starts at `local_length(max(0, p + 1 - w))`. Expand a row to its tokens first and localize
+then: differences of local lengths are not local lengths.
+
+The functions are exact for integers of any size, 0 <= r < W, I >= 1, p, c, L >= 0, and check
+nothing: they are the arithmetic of hosts that plan a step.
 """
 
 from __future__ import annotations
@@ -20,6 +25,20 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphattn.errors import wrong
+
+__all__ = [
+    "Bounds",
+    "KVPlace",
+    "ceil_div",
+    "global_position",
+    "kv_place",
+    "local_length",
+    "local_position",
+    "max_local_length",
+    "owner",
+    "prefix_unit",
+    "tokens_in_shard",
+]
 
 
 def owner(p: int, W: int, I: int) -> int:

@@ -102,8 +102,9 @@ prepare = _define(
 
 Rows: slot_of_row[B] (-1 = padding row), query_len[B] (token places; padding rows 0; the sum is
 at most T). query_start[B+1] is the exclusive prefix sum of query_len. Row r has slot s and is
-*live* when s >= 0 and finish[s] == 0. `history` can have any row stride: a view that starts i
-columns later pairs position p with token p + i, as a multi-token prediction module wants it.
+*live* when s >= 0 and finish[s] == 0. `history` and `page_table` can have any row stride: a view of
+a history that starts i columns later pairs position p with token p + i, as a multi-token prediction
+module wants it.
 
 Tokens: place j of row r has position p = context_len[s] + j and *exists* when the row is live,
 p < seq_len[s] + draft_count[s] and p < max_seq_len (= history.shape[1]).

@@ -105,7 +105,9 @@ def _scan_kernel(
         tl.store(decode_count_ptr + g, tl.sum(splits, 0))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tokens", "num_logits", "history_stride", "width"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_tokens", "num_logits", "history_stride", "table_stride"]
+)
 def _place_kernel(
     slot_of_row_ptr,
     context_len_ptr,
@@ -128,7 +130,7 @@ def _place_kernel(
     num_tokens,
     num_logits,
     history_stride,
-    width,
+    table_stride,
     WINDOWS: tl.constexpr,
     MAX_DRAFTS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -159,7 +161,7 @@ def _place_kernel(
         token += tl.load(draft_tokens_ptr + o_draft, mask=m_draft, other=0)
         c = local_position(p, DCP_SIZE, INTERLEAVE)
         m_own = m_token & (owner(p, DCP_SIZE, INTERLEAVE) == DCP_RANK)
-        page = tl.load(page_table_ptr + slot * width + c // PAGE_SIZE, mask=m_own, other=0)
+        page = tl.load(page_table_ptr + slot * table_stride + c // PAGE_SIZE, mask=m_own, other=0)
         entry = page.to(tl.int64) * PAGE_SIZE + c % PAGE_SIZE
         visible = local_length(p + 1, DCP_SIZE, DCP_RANK, INTERLEAVE)
         tl.store(row_of_token_ptr + t, tl.zeros([BLOCK], tl.int32) + i_row, mask=m_place)
@@ -238,8 +240,8 @@ def prepare(
 ) -> None:
     """Derive tokens, visible ranges, logits places and work lists of a step.
 
-    Raises `ValueError` that names a tensor of another dtype or not contiguous; `history` can have
-    any row stride.
+    Raises `ValueError` that names a tensor of another dtype or not contiguous; `history` and
+    `page_table` can have any row stride.
     """
     check_contiguous(
         torch.int32,
@@ -251,7 +253,6 @@ def prepare(
         finish=finish,
         draft_tokens=draft_tokens,
         draft_count=draft_count,
-        page_table=page_table,
         row_of_token=row_of_token,
         visible_start=visible_start,
         visible_end=visible_end,
@@ -275,7 +276,7 @@ def prepare(
         kv_slot=kv_slot,
         logits_token=logits_token,
     )
-    check_rows(torch.int32, history=history)
+    check_rows(torch.int32, history=history, page_table=page_table)
     num_rows = slot_of_row.shape[0]
     max_seq_len = history.shape[1]
     rows = triton.next_power_of_2(num_rows)
@@ -333,7 +334,7 @@ def prepare(
         input_ids.shape[0],
         logits_token.shape[0],
         history.stride(0),
-        page_table.shape[1],
+        page_table.stride(0),
         WINDOWS=tuple(windows),
         MAX_DRAFTS=max_drafts,
         PAGE_SIZE=page_size,

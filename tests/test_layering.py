@@ -15,6 +15,8 @@ MAX_LINES = 400
 FLOW = [
     "errors",
     "bounds",
+    "arguments",
+    "ops",
     "models",
     "groups",
     "dcp",

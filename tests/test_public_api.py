@@ -11,7 +11,8 @@ import graphattn
 
 PUBLIC = sorted(graphattn.__all__)
 ERRORS = {n for n in PUBLIC if n.endswith("Error")}
-CALLABLES = [n for n in PUBLIC if n not in ERRORS]
+MODULES = {n for n in PUBLIC if isinstance(getattr(graphattn, n), ModuleType)}
+CALLABLES = [n for n in PUBLIC if n not in ERRORS | MODULES]
 
 
 def run(script: str) -> None:
@@ -27,6 +28,20 @@ def test_all_lists_exactly_the_public_names() -> None:
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_documented(name: str) -> None:
     assert inspect.getdoc(getattr(graphattn, name)), f"graphattn.{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_public_module_lists_what_is_public_in_it(name: str) -> None:
+    """Everything that it defines, and none of what it imports; each documented."""
+    module = getattr(graphattn, name)
+    defined = {
+        n
+        for n, v in vars(module).items()
+        if not n.startswith("_") and getattr(v, "__module__", None) == module.__name__
+    }
+    assert defined == set(module.__all__)
+    for n in module.__all__:
+        assert inspect.getdoc(getattr(module, n)), f"graphattn.{name}.{n} has no docstring"
 
 
 @pytest.mark.parametrize("name", CALLABLES)

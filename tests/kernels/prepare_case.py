@@ -54,6 +54,7 @@ class Config:
     max_splits: int = 4
     prefill_block: int = 8
     history_begins: int = 0  # columns before the history that a place reads
+    table_spare: int = 0  # columns beside the page table, of whatever holds it
 
     @property
     def pages(self) -> int:
@@ -96,6 +97,9 @@ class Step:
         outputs = {name: tensor.to(device, copy=True) for name, tensor in self.outputs.items()}
         if begins := self.config.history_begins:
             inputs["history"] = pad(inputs["history"], (begins, 0), value=HUGE)[:, begins:]
+        if spare := self.config.table_spare:
+            table = pad(inputs["page_table"], (spare, spare), value=HUGE)
+            inputs["page_table"] = table[:, spare:-spare]
         prepare(*inputs.values(), *outputs.values(), *self.config.integers)
         for name, tensor in inputs.items():
             assert torch.equal(tensor.cpu(), self.inputs[name]), f"{name} was written"
@@ -231,6 +235,7 @@ def steps(draw: st.DrawFn) -> Step:
         max_splits=draw(st.integers(1, 4)),
         prefill_block=draw(st.sampled_from([1, 4, 16])),
         history_begins=draw(st.sampled_from([0, 1, 3])),
+        table_spare=draw(st.sampled_from([0, 1, 2])),
     )
     return make_step(config, rows, seed=draw(st.integers(0, 2**16)))
 
