@@ -27,10 +27,8 @@ outputs and LSE, since one runs after the other. K and V pools may be slices of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from graphattn.arguments import FLOATS, FP32, INT32, INT64, Arguments, check_number
@@ -42,6 +40,7 @@ from graphattn.kernels.tiles import (
     MAX_LATENT_ROPE_DIM,
     MAX_LATENT_VALUE_DIM,
 )
+from graphattn.work import AttentionWork, Partials, in_schema_order, take_results, take_work
 
 __all__ = [
     "AttentionWork",
@@ -57,50 +56,6 @@ __all__ = [
     "sample",
     "scale_partial",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionWork:
-    """What an attention call reads of a step: rows, visible ranges and work lists.
-
-    Derived by `StepBuffers.prepare` for one window; read by every layer with that window. On a CPU
-    the ranges alone are used; a GPU walks the work lists. Contents may change between replays.
-    """
-
-    page_table: Tensor  # [slots, columns], any row stride
-    slot_of_row: Tensor  # [B], row of the page table; -1 = padding row
-    query_start: Tensor  # [B + 1], first token place of each row
-    visible_start: Tensor  # [T]
-    visible_end: Tensor  # [T]; equal to visible_start or less: the token sees nothing
-    row_begin: Tensor  # [B]
-    row_end: Tensor  # [B]
-    row_chunk: Tensor  # [B]
-    row_splits: Tensor  # [B]
-    decode_items: Tensor  # [B * S, 2]
-    decode_count: Tensor  # [1]
-    prefill_items: Tensor | None  # [items, 2]; None: no row of the step is a prefill row
-    prefill_count: Tensor | None  # [1]
-    decode_query_len: int  # Q
-    prefill_block: int  # query places of a prefill item
-
-
-class Partials(NamedTuple):
-    """Workspace of split decode rows, written and read within one call. Shared by all layers."""
-
-    out: Tensor  # [B, S, Q, Hq, Dv] fp32
-    lse: Tensor  # [B, S, Q, Hq] fp32
-
-    @staticmethod
-    def allocate(work: AttentionWork, heads: int, value_dim: int) -> Partials:
-        """For calls with `heads` query heads whose outputs are `value_dim` wide."""
-        rows = work.slot_of_row.shape[0]
-        splits = work.decode_items.shape[0] // rows
-        shape = (rows, splits, work.decode_query_len, heads)
-        device = work.slot_of_row.device
-        return Partials(
-            torch.zeros(*shape, value_dim, dtype=torch.float32, device=device),
-            torch.zeros(shape, dtype=torch.float32, device=device),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +134,13 @@ def attend(
         args.take("sinks", sinks, ("Hq",), FP32, "contiguous")
     check_number("scale", scale, above=0.0)
     check_number("softcap", softcap, least=0.0)
-    _take_work(args, work)
-    _take_results(args, work, partials, out, lse, "D", q.dtype)
+    take_work(args, work)
+    take_results(args, work, partials, out, lse, "D", q.dtype)
     raw.attend(
         q,
         k_pool,
         v_pool,
-        *_tensors(work),
+        *in_schema_order(work),
         sinks,
         *partials,
         out,
@@ -222,12 +177,12 @@ def attend_latent(
     rope_dim = args.sizes["D"] - args.sizes["Dv"]
     _check_range("q", "D - Dv, what is key only,", rope_dim, MAX_LATENT_ROPE_DIM)
     check_number("scale", scale, above=0.0)
-    _take_work(args, work)
-    _take_results(args, work, partials, out, lse, "Dv", q.dtype)
+    take_work(args, work)
+    take_results(args, work, partials, out, lse, "Dv", q.dtype)
     raw.attend_latent(
         q,
         pool,
-        *_tensors(work),
+        *in_schema_order(work),
         *partials,
         out,
         lse,
@@ -367,60 +322,6 @@ def sample(
         sampled,
         logprob,
     )
-
-
-def _tensors(work: AttentionWork) -> list[Tensor | None]:
-    """In the order of the schema."""
-    return [getattr(work, f.name) for f in fields(work)[:-2]]
-
-
-def _take_work(args: Arguments, work: AttentionWork) -> None:
-    check_number("work.decode_query_len", work.decode_query_len, least=1)
-    check_number("work.prefill_block", work.prefill_block, least=1)
-    args.take("work.page_table", work.page_table, ("slots", "columns"), INT32)
-    for name in ("slot_of_row", "row_begin", "row_end", "row_chunk", "row_splits"):
-        args.take(f"work.{name}", getattr(work, name), ("B",), INT32, "contiguous")
-    rows = args.sizes["B"]
-    args.take("work.query_start", work.query_start, (rows + 1,), INT32, "contiguous")
-    for name in ("visible_start", "visible_end"):
-        args.take(f"work.{name}", getattr(work, name), ("T",), INT32, "contiguous")
-    items = args.take("work.decode_items", work.decode_items, ("B * S", 2), INT32, "contiguous")
-    if rows == 0 or items.shape[0] == 0 or items.shape[0] % rows:
-        raise wrong(
-            "work.decode_items",
-            f"a positive multiple of the {rows} rows",
-            items.shape[0],
-            "Allocate B * max_splits items.",
-        )
-    args.take("work.decode_count", work.decode_count, (1,), INT32, "contiguous")
-    if (work.prefill_items is None) != (work.prefill_count is None):
-        raise wrong(
-            "work.prefill_items",
-            "it and work.prefill_count, or neither",
-            "one of them",
-            "Pass both, or None for a step of decode rows alone.",
-        )
-    if work.prefill_items is not None:
-        args.take("work.prefill_items", work.prefill_items, ("items", 2), INT32, "contiguous")
-        args.take("work.prefill_count", work.prefill_count, (1,), INT32, "contiguous")
-
-
-def _take_results(
-    args: Arguments,
-    work: AttentionWork,
-    partials: Partials,
-    out: Tensor,
-    lse: Tensor,
-    width: str,
-    dtype: torch.dtype,
-) -> None:
-    splits = work.decode_items.shape[0] // args.sizes["B"]
-    places = ("B", splits, work.decode_query_len, "Hq")
-    outs, lses = partials
-    args.take("partials.out", outs, (*places, width), FP32, "contiguous")
-    args.take("partials.lse", lses, places, FP32, "contiguous")
-    args.take("out", out, ("T", "Hq", width), (dtype,), "contiguous")
-    args.take("lse", lse, ("T", "Hq"), FP32, "contiguous")
 
 
 def _take_partial(args: Arguments, out: Tensor, lse: Tensor) -> None:

@@ -16,6 +16,7 @@ FLOW = [
     "errors",
     "bounds",
     "arguments",
+    "work",
     "ops",
     "models",
     "groups",
