@@ -13,7 +13,8 @@ and chunked prefill are contents of those ranges.
     partial_out   [B, S, Q, Hq, D]     partial_lse   [B, S, Q, Hq], fp32
 
 A *tile* holds the query places of one row times the query heads of one KV head, so K and V are
-read once per row. A fixed number of programs loops over the work list; the KV head and the tile
+read once per row. The scales of FP8 entries are common to a KV head: they multiply scores and
+outputs, not entries. A fixed number of programs loops over the work list; the KV head and the tile
 of an item are innermost. KV blocks start at absolute multiples of BLOCK_N and a tile's shape
 never follows a bucket, so a row's result is bitwise the same in every batch and every bucket.
 
@@ -40,6 +41,7 @@ from .attend_launch import (
     precision_constants,
 )
 from .attend_prefill import prefill_kernel
+from .fp8 import FP8, PLAIN, as_read, check_scale, pool_reading, scale_step
 from .grid import INTERPRETED
 from .strides import stride_unit
 from .tiles import arch_of, attention_tiles, padded_head_dim
@@ -86,6 +88,8 @@ def attend(
     softcap: float,
     decode_query_len: int,
     prefill_block: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Launch the decode tile and its merge, then the prefill tile when there are prefill items.
 
@@ -119,19 +123,26 @@ def attend(
         decode_query_len=decode_query_len,
         prefill_block=prefill_block,
     )
+    for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+        check_scale(name, factor, (1, shape.kv_heads), k_pool)
     if sinks is not None:
         check_tensor("sinks", sinks, (shape.heads,), torch.float32)
+    arch = arch_of(q.device)
     tiles = attention_tiles(
-        arch_of(q.device),
+        arch,
         head_dim=shape.dim,
         group=shape.group,
         decode_query_len=decode_query_len,
         page_size=shape.page_size,
         dtype=q.dtype,
+        kv_dtype=k_pool.dtype,
     )
+    reading = pool_reading(k_pool.dtype, arch)
+    k_pool, v_pool = as_read(k_pool, reading), as_read(v_pool, reading)
     strides = (*q.stride()[:2], *k_pool.stride()[:2], *v_pool.stride()[:2])
     unit = stride_unit(strides)
-    inputs = (q, k_pool, v_pool, page_table, slot_of_row, query_start, visible_start, visible_end)
+    rows = (page_table, slot_of_row, query_start, visible_start, visible_end)
+    inputs = (q, k_pool, v_pool, k_scale, v_scale, *rows)
     scalars = (scale, softcap, *(x // unit for x in strides), page_table.stride(0))
     constants = tile_constants(
         shape,
@@ -140,6 +151,8 @@ def attend(
         entries=(k_pool.stride(2), v_pool.stride(2)),
         softcap=softcap > 0,
         interpreted=INTERPRETED,
+        reading=reading,
+        scale_steps=(scale_step(k_scale), scale_step(v_scale)),
     )
 
     decode = (*inputs, row_begin, row_end, row_chunk, decode_items, decode_count)
@@ -168,11 +181,14 @@ def tile_constants(
     entries: tuple[int, int],
     softcap: bool,
     interpreted: bool,
+    reading: int = PLAIN,
+    scale_steps: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
     """Compile-time arguments of both tile kernels, the tile itself aside.
 
     `entries` are the strides between the entries of a page in the K and the V pool: known to the
     compiler, the addresses of a block fold into immediates instead of filling registers.
+    `reading` and `scale_steps` of FP8 pools are `pool_reading`'s and `scale_step`'s.
     """
     return {
         "STRIDE_UNIT": stride_unit,
@@ -184,6 +200,9 @@ def tile_constants(
         "D_PADDED": padded_head_dim(shape.dim),
         "PAGE_SIZE": shape.page_size,
         "SOFTCAP": softcap,
+        "READ": reading,
+        "K_SCALE_HEAD": scale_steps[0],
+        "V_SCALE_HEAD": scale_steps[1],
         **precision_constants(dtype, interpreted=interpreted),
     }
 
@@ -201,6 +220,8 @@ def _check_pools(shape: Shape, q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Non
     for name, tensor in (("k_pool", k_pool), ("v_pool", v_pool)):
         if tensor.shape != wanted:
             raise ValueError(f"{name}: wanted shape {wanted}, got {tuple(tensor.shape)}")
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name}: wanted q's dtype {q.dtype}, got {tensor.dtype}")
+        if tensor.dtype != k_pool.dtype or tensor.dtype not in (q.dtype, FP8):
+            raise ValueError(
+                f"{name}: wanted q's dtype {q.dtype}, or {FP8} in both pools, got {tensor.dtype}"
+            )
     check_contiguous_last(q=q, k_pool=k_pool, v_pool=v_pool)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .attend_groups_cpu import attend_groups
 from .attend_plan_cpu import plan
+from .fp8_cpu import widen
 
 
 def attend(
@@ -37,6 +38,8 @@ def attend(
     softcap: float,
     decode_query_len: int,
     prefill_block: int,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """CPU implementation of `ops.attend`; see there for shapes.
 
@@ -44,6 +47,7 @@ def attend(
     programs of a GPU, are not used.
     """
     num_kv_heads, page_size = k_pool.shape[1:3]
+    group = q.shape[1] // num_kv_heads
     groups = plan(
         slot_of_row,
         query_start,
@@ -60,18 +64,24 @@ def attend(
         groups,
         lambda entry: (_gather(k_pool, entry), _gather(v_pool, entry)),
         num_kv_heads,
-        scale,
+        scale if k_scale is None else scale * _by_head(k_scale, group),
         softcap,
         sinks,
         query_start[-1],
         out,
         lse,
+        None if v_scale is None else _by_head(v_scale, group),
     )
+
+
+def _by_head(scale: Tensor, group: int) -> Tensor:
+    """[Hq, 1] or [1, 1] from a scale by KV head, or of all of them."""
+    return (scale if len(scale) == 1 else scale.repeat_interleave(group)).unsqueeze(-1)
 
 
 def _gather(pool: Tensor, entry: Tensor) -> Tensor:
     """Entries [n, D] of a pool, fp32."""
     if pool.is_contiguous():
-        return pool.view(-1, pool.shape[-1]).index_select(0, entry).float()
+        return widen(pool.view(-1, pool.shape[-1]).index_select(0, entry))
     head, offset = entry // pool.shape[2] % pool.shape[1], entry % pool.shape[2]
-    return pool[entry // (pool.shape[1] * pool.shape[2]), head, offset].float()
+    return widen(pool[entry // (pool.shape[1] * pool.shape[2]), head, offset])

@@ -13,6 +13,8 @@ def decode_kernel(
     q_ptr,
     k_pool_ptr,
     v_pool_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     page_table_ptr,
     slot_of_row_ptr,
     query_start_ptr,
@@ -49,6 +51,9 @@ def decode_kernel(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
+    READ: tl.constexpr,
+    K_SCALE_HEAD: tl.constexpr,
+    V_SCALE_HEAD: tl.constexpr,
 ):
     """Items (row, split): attention over [begin + split * chunk, ... + chunk) of the row."""
     tiles = tl.cdiv(query_places * GROUP, BLOCK_M)
@@ -82,6 +87,9 @@ def decode_kernel(
         )
         if WIDEN:
             b_q = b_q.to(tl.float32)
+        key_scale = scale
+        if k_scale_ptr is not None:
+            key_scale *= tl.load(k_scale_ptr + kv_head * K_SCALE_HEAD)
         b_acc, b_sum, b_max = attend_range(
             b_q,
             b_start,
@@ -93,7 +101,7 @@ def decode_kernel(
             page_table_ptr + slot * table_slot,
             k_page,
             v_page,
-            scale,
+            key_scale,
             softcap,
             STRIDE_UNIT,
             K_ENTRY,
@@ -104,9 +112,11 @@ def decode_kernel(
             BLOCK_N,
             SOFTCAP,
             PRECISION,
-            WIDEN,
+            READ,
         )
         b_out, b_lse = normalise(b_acc, b_sum, b_max)
+        if v_scale_ptr is not None:
+            b_out *= tl.load(v_scale_ptr + kv_head * V_SCALE_HEAD)
         o_p = o_place * (KV_HEADS * GROUP) + o_head
         first_p = (row.to(tl.int64) * max_splits + split) * query_places * (KV_HEADS * GROUP)
         p_out = partial_out_ptr + first_p * D

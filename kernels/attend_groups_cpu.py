@@ -29,14 +29,18 @@ def attend_groups(
     groups: Iterable[Group],
     load: Load,
     num_kv_heads: int,
-    scale: float,
+    scale: float | Tensor,
     softcap: float,
     sinks: Tensor | None,
     num_places: Tensor,
     out: Tensor,
     lse: Tensor,
+    value_scale: Tensor | None = None,
 ) -> None:
     """Write all of out [T, Hq, Dv] and lse [T, Hq] for q [T, Hq, D].
+
+    `scale` multiplies q (a tensor: broadcast against it), `value_scale` out likewise: the scales
+    of FP8 entries are common to all positions.
 
     A place in no group sees nothing: out 0, and lse -inf, or the sink where it is before
     `num_places` (query_start[B], a scalar tensor).
@@ -53,6 +57,8 @@ def attend_groups(
             with_sinks = torch.logaddexp(group_lse, sinks)
             group_out *= (group_lse - with_sinks).exp_().unsqueeze(-1)
             group_lse = with_sinks
+        if value_scale is not None:
+            group_out *= value_scale
         out[group.places] = group_out.to(out.dtype)
         lse[group.places] = group_lse
 
@@ -66,7 +72,7 @@ class _Part(NamedTuple):
 
 
 def _attend_group(
-    q: Tensor, group: Group, load: Load, Hkv: int, scale: float, softcap: float
+    q: Tensor, group: Group, load: Load, Hkv: int, scale: float | Tensor, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """out [R * J, Hq, Dv] and lse [R * J, Hq] of a group, both fp32, without sinks."""
     q = q[group.places].float() * scale

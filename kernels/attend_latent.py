@@ -31,6 +31,7 @@ from .attend_launch import (
     launch_tile,
     precision_constants,
 )
+from .fp8 import FP8, PLAIN, as_read, check_scale, pool_reading
 from .grid import INTERPRETED
 from .strides import stride_unit
 from .tiles import arch_of, latent_tiles, padded_head_dim
@@ -69,6 +70,7 @@ def attend_latent(
     scale: float,
     decode_query_len: int,
     prefill_block: int,
+    latent_scale: Tensor | None = None,
 ) -> None:
     """Launch the decode tile and its merge, then the prefill tile when there are prefill items.
 
@@ -101,21 +103,40 @@ def attend_latent(
         decode_query_len=decode_query_len,
         prefill_block=prefill_block,
     )
+    check_scale("latent_scale", latent_scale, (2,), pool)
+    arch = arch_of(q.device)
     tiles = latent_tiles(
-        arch_of(q.device),
+        arch,
         head_dim=shape.dim,
         value_dim=shape.value_dim,
         heads=shape.heads,
         decode_query_len=decode_query_len,
         page_size=shape.page_size,
         dtype=q.dtype,
+        kv_dtype=pool.dtype,
     )
+    reading = pool_reading(pool.dtype, arch)
+    pool = as_read(pool, reading)
     strides = (*q.stride()[:2], pool.stride(0))
     unit = stride_unit(strides)
-    inputs = (q, pool, page_table, slot_of_row, query_start, visible_start, visible_end)
+    inputs = (
+        q,
+        pool,
+        latent_scale,
+        page_table,
+        slot_of_row,
+        query_start,
+        visible_start,
+        visible_end,
+    )
     scalars = (scale, *(x // unit for x in strides), page_table.stride(0))
     constants = latent_constants(
-        shape, q.dtype, stride_unit=unit, entry=pool.stride(1), interpreted=INTERPRETED
+        shape,
+        q.dtype,
+        stride_unit=unit,
+        entry=pool.stride(1),
+        interpreted=INTERPRETED,
+        reading=reading,
     )
 
     decode = (*inputs, row_begin, row_end, row_chunk, decode_items, decode_count)
@@ -137,12 +158,18 @@ def attend_latent(
 
 
 def latent_constants(
-    shape: LatentShape, dtype: torch.dtype, *, stride_unit: int, entry: int, interpreted: bool
+    shape: LatentShape,
+    dtype: torch.dtype,
+    *,
+    stride_unit: int,
+    entry: int,
+    interpreted: bool,
+    reading: int = PLAIN,
 ) -> dict[str, Any]:
     """Compile-time arguments of both tile kernels, the tile itself aside.
 
     `entry` is the stride between the entries of a page: known to the compiler, the addresses of a
-    block fold into immediates instead of filling registers.
+    block fold into immediates instead of filling registers. `reading` is `pool_reading`'s.
     """
     rope_dim = shape.dim - shape.value_dim
     return {
@@ -154,6 +181,7 @@ def latent_constants(
         "DV_PADDED": padded_head_dim(shape.value_dim),
         "DR_PADDED": padded_head_dim(rope_dim),
         "PAGE_SIZE": shape.page_size,
+        "READ": reading,
         **precision_constants(dtype, interpreted=interpreted),
     }
 
@@ -163,9 +191,9 @@ def _shape_of(q: Tensor, pool: Tensor, out: Tensor) -> LatentShape:
         q=(q, "[T, Hq, D]"), pool=(pool, "[num_pages, page_size, D]"), out=(out, "[T, Hq, Dv]")
     )
     heads, dim = q.shape[1:]
-    if pool.shape[2] != dim or pool.dtype != q.dtype:
+    if pool.shape[2] != dim or pool.dtype not in (q.dtype, FP8):
         raise ValueError(
-            f"pool: wanted {q.dtype} [num_pages, page_size, {dim}] like q, "
+            f"pool: wanted {q.dtype} [num_pages, page_size, {dim}] like q, or {FP8}, "
             f"got {pool.dtype} {tuple(pool.shape)}"
         )
     check_contiguous_last(q=q, pool=pool)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .attend_groups_cpu import attend_groups
 from .attend_plan_cpu import plan
+from .fp8_cpu import latent_scales, widen
 
 
 def attend_latent(
@@ -31,6 +32,7 @@ def attend_latent(
     scale: float,
     decode_query_len: int,
     prefill_block: int,
+    latent_scale: Tensor | None = None,
 ) -> None:
     """CPU implementation of `ops.attend_latent`; see there for shapes.
 
@@ -40,9 +42,9 @@ def attend_latent(
 
     def load(entry: Tensor) -> tuple[Tensor, Tensor]:
         if pool.is_contiguous():
-            latent = pool.view(-1, pool.shape[2]).index_select(0, entry).float()
+            latent = widen(pool.view(-1, pool.shape[2]).index_select(0, entry))
         else:
-            latent = pool[entry // page_size, entry % page_size].float()
+            latent = widen(pool[entry // page_size, entry % page_size])
         return latent, latent[:, :value_dim]
 
     groups = plan(
@@ -56,4 +58,8 @@ def attend_latent(
         num_kv_heads=1,
         head_dim=q.shape[2],
     )
-    attend_groups(q, groups, load, 1, scale, 0.0, None, query_start[-1], out, lse)
+    q_scale: float | Tensor = scale
+    if latent_scale is not None:
+        q_scale = scale * latent_scales(latent_scale, value_dim, q.shape[2])
+    of_values = None if latent_scale is None else latent_scale[:1]
+    attend_groups(q, groups, load, 1, q_scale, 0.0, None, query_start[-1], out, lse, of_values)

@@ -13,6 +13,7 @@ from .attend_tile import LN2, LOG2E, normalise, visible_ranges
 def latent_decode_kernel(
     q_ptr,
     pool_ptr,
+    scale_ptr,
     page_table_ptr,
     slot_of_row_ptr,
     query_start_ptr,
@@ -44,6 +45,7 @@ def latent_decode_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
+    READ: tl.constexpr,
 ):
     """Items (row, split): attention over [begin + split * chunk, ... + chunk) of the row."""
     tiles = tl.cdiv(query_places * HEADS, BLOCK_M)
@@ -69,6 +71,11 @@ def latent_decode_kernel(
 
         o_q = (first + o_place).to(tl.int64) * q_token + o_m % HEADS * q_head
         b_qv, b_qr = load_query(q_ptr, o_q, m_m, DV, DR, STRIDE_UNIT, DV_PADDED, DR_PADDED, WIDEN)
+        value_scale = scale
+        rope_scale = scale
+        if scale_ptr is not None:
+            value_scale *= tl.load(scale_ptr)
+            rope_scale *= tl.load(scale_ptr + 1)
         b_acc, b_sum, b_max = attend_latent_range(
             b_qv,
             b_qr,
@@ -80,7 +87,8 @@ def latent_decode_kernel(
             pool_ptr,
             page_table_ptr + slot * table_slot,
             pool_page,
-            scale * LOG2E,
+            value_scale * LOG2E,
+            rope_scale * LOG2E,
             STRIDE_UNIT,
             ENTRY,
             DV,
@@ -89,9 +97,11 @@ def latent_decode_kernel(
             BLOCK_M,
             BLOCK_N,
             PRECISION,
-            WIDEN,
+            READ,
         )
         b_out, b_lse = normalise(b_acc, b_sum, b_max)
+        if scale_ptr is not None:
+            b_out *= tl.load(scale_ptr)
         first_p = (row.to(tl.int64) * max_splits + split) * query_places * HEADS
         o_v = tl.arange(0, DV_PADDED)[None, :]
         p_out = partial_out_ptr + first_p * DV + o_m[:, None] * DV + o_v

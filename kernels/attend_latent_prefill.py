@@ -13,6 +13,7 @@ from .attend_tile import LN2, LOG2E, normalise, visible_ranges
 def latent_prefill_kernel(
     q_ptr,
     pool_ptr,
+    scale_ptr,
     page_table_ptr,
     slot_of_row_ptr,
     query_start_ptr,
@@ -40,6 +41,7 @@ def latent_prefill_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
+    READ: tl.constexpr,
 ):
     """Items (row, block of `query_places` places): all of their KV, written directly."""
     tiles = tl.cdiv(query_places * HEADS, BLOCK_M)
@@ -60,6 +62,11 @@ def latent_prefill_kernel(
         )
         o_q = (first + o_place).to(tl.int64) * q_token + o_m % HEADS * q_head
         b_qv, b_qr = load_query(q_ptr, o_q, m_m, DV, DR, STRIDE_UNIT, DV_PADDED, DR_PADDED, WIDEN)
+        value_scale = scale
+        rope_scale = scale
+        if scale_ptr is not None:
+            value_scale *= tl.load(scale_ptr)
+            rope_scale *= tl.load(scale_ptr + 1)
         b_acc, b_sum, b_max = attend_latent_range(
             b_qv,
             b_qr,
@@ -71,7 +78,8 @@ def latent_prefill_kernel(
             pool_ptr,
             page_table_ptr + slot * table_slot,
             pool_page,
-            scale * LOG2E,
+            value_scale * LOG2E,
+            rope_scale * LOG2E,
             STRIDE_UNIT,
             ENTRY,
             DV,
@@ -80,9 +88,11 @@ def latent_prefill_kernel(
             BLOCK_M,
             BLOCK_N,
             PRECISION,
-            WIDEN,
+            READ,
         )
         b_out, b_lse = normalise(b_acc, b_sum, b_max)
+        if scale_ptr is not None:
+            b_out *= tl.load(scale_ptr)
         o_v = tl.arange(0, DV_PADDED)[None, :]
         p_out = out_ptr + first.to(tl.int64) * (HEADS * DV) + o_m[:, None] * DV + o_v
         tl.store(p_out, b_out, mask=m_m[:, None] & (o_v < DV))

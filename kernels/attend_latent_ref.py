@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .fp8_ref import dequantise_ref
+
 
 def attend_latent_ref(
     q: Tensor,
@@ -20,12 +22,17 @@ def attend_latent_ref(
     *,
     value_dim: int,
     scale: float,
+    latent_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact out [T, Hq, value_dim] and lse [T, Hq] of `ops.attend_latent`: float64, on the CPU.
 
     Places past query_start[B] have out 0 and lse -inf.
     """
     q, pool, page_table = q.cpu().double(), pool.cpu(), page_table.cpu()
+    if pool.dtype == torch.float8_e4m3fn:
+        of_values, of_rope = (1.0, 1.0) if latent_scale is None else latent_scale.tolist()
+        scales = [of_values] * value_dim + [of_rope] * (q.shape[2] - value_dim)
+        pool = dequantise_ref(pool, torch.tensor(scales))
     page_size = pool.shape[1]
     out = torch.zeros(*q.shape[:2], value_dim, dtype=torch.float64)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float64)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from .attend_tile import NO_POSITION, online_softmax_update, visible_scores
+from .fp8 import entry_values
 
 # Integer arguments of both kernels. None is specialized: a value of 1, or a multiple of 16, would
 # compile another variant, perhaps inside a capture.
@@ -41,7 +42,8 @@ def attend_latent_range(
     pool_ptr,
     table_ptr,
     pool_page,
-    scale_log2,
+    value_scale_log2,
+    rope_scale_log2,
     STRIDE_UNIT: tl.constexpr,
     ENTRY: tl.constexpr,
     DV: tl.constexpr,
@@ -50,7 +52,7 @@ def attend_latent_range(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    READ: tl.constexpr,
 ):
     """Unnormalised attention of the tile over [lo, hi): sum of p v, sum of p, maximum (base 2).
 
@@ -88,14 +90,13 @@ def attend_latent_range(
         p_entry = p_n + o_entry[:, None]
         b_v = tl.load(p_entry + o_v, mask=m_n[:, None] & (o_v < DV), other=0.0)  # [N, DV]
         b_r = tl.load(p_entry + DV + o_r, mask=m_n[:, None] & (o_r < DR), other=0.0)  # [N, DR]
-        if WIDEN:
-            b_v = b_v.to(tl.float32)
-            b_r = b_r.to(tl.float32)
+        b_v = entry_values(b_v, b_qv.dtype, READ)
+        b_r = entry_values(b_r, b_qr.dtype, READ)
         # Neither dot of the scores leads to another dot without a branch between (the sum of two
         # scaled terms is no accumulation): else the compiler gives each warp group of sm_90 all
         # positions, for reductions within a warp, and both compute the same.
-        b_s = tl.dot(b_qr, tl.trans(b_r), input_precision=PRECISION) * scale_log2  # [M, N]
-        b_s += tl.dot(b_qv, tl.trans(b_v), input_precision=PRECISION) * scale_log2
+        b_s = tl.dot(b_qr, tl.trans(b_r), input_precision=PRECISION) * rope_scale_log2  # [M, N]
+        b_s += tl.dot(b_qv, tl.trans(b_v), input_precision=PRECISION) * value_scale_log2
         if (n < all_from) | (n + BLOCK_N > all_to):
             b_s = visible_scores(b_s, o_n, b_start, b_end)
         b_p, b_decay, b_sum, b_max = online_softmax_update(b_s, b_sum, b_max)

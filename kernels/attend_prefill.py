@@ -13,6 +13,8 @@ def prefill_kernel(
     q_ptr,
     k_pool_ptr,
     v_pool_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
     page_table_ptr,
     slot_of_row_ptr,
     query_start_ptr,
@@ -46,6 +48,9 @@ def prefill_kernel(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
+    READ: tl.constexpr,
+    K_SCALE_HEAD: tl.constexpr,
+    V_SCALE_HEAD: tl.constexpr,
 ):
     """Items (row, block of `query_places` places): all of their KV, written directly."""
     tiles = tl.cdiv(query_places * GROUP, BLOCK_M)
@@ -74,6 +79,9 @@ def prefill_kernel(
         )
         if WIDEN:
             b_q = b_q.to(tl.float32)
+        key_scale = scale
+        if k_scale_ptr is not None:
+            key_scale *= tl.load(k_scale_ptr + kv_head * K_SCALE_HEAD)
         b_acc, b_sum, b_max = attend_range(
             b_q,
             b_start,
@@ -85,7 +93,7 @@ def prefill_kernel(
             page_table_ptr + slot * table_slot,
             k_page,
             v_page,
-            scale,
+            key_scale,
             softcap,
             STRIDE_UNIT,
             K_ENTRY,
@@ -96,7 +104,7 @@ def prefill_kernel(
             BLOCK_N,
             SOFTCAP,
             PRECISION,
-            WIDEN,
+            READ,
         )
         if sinks_ptr is not None:
             b_sink = tl.load(sinks_ptr + o_head, mask=m_m, other=float("-inf")) * LOG2E
@@ -107,6 +115,8 @@ def prefill_kernel(
             b_acc = b_acc * b_decay[:, None]
             b_max = b_base
         b_out, b_lse = normalise(b_acc, b_sum, b_max)
+        if v_scale_ptr is not None:
+            b_out *= tl.load(v_scale_ptr + kv_head * V_SCALE_HEAD)
         o_out = o_place * (KV_HEADS * GROUP) + o_head
         p_out = out_ptr + first.to(tl.int64) * (KV_HEADS * GROUP * D)
         p_lse = lse_ptr + first.to(tl.int64) * (KV_HEADS * GROUP)

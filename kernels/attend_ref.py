@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .fp8_ref import dequantise_ref
+
 
 def attend_ref(
     q: Tensor,
@@ -22,12 +24,15 @@ def attend_ref(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Exact out [T, Hq, D] and lse [T, Hq] (natural log) of `ops.attend`: float64, on the CPU.
 
     Places past query_start[B] have out 0 and lse -inf.
     """
-    q, k_pool, v_pool, page_table = q.cpu(), k_pool.cpu(), v_pool.cpu(), page_table.cpu()
+    q, page_table = q.cpu(), page_table.cpu()
+    k_pool, v_pool = _values(k_pool, k_scale), _values(v_pool, v_scale)
     tokens, heads, head_dim = q.shape
     group = heads // k_pool.shape[1]
     out = torch.zeros(tokens, heads, head_dim, dtype=torch.float64)
@@ -49,6 +54,13 @@ def attend_ref(
                 weights = torch.softmax(scores, 0)[: len(positions)]
                 out[t, head] = weights @ values[:, head // group]
     return out, lse
+
+
+def _values(pool: Tensor, scale: Tensor | None) -> Tensor:
+    """What the entries of a pool stand for."""
+    if pool.dtype != torch.float8_e4m3fn:
+        return pool.cpu()
+    return dequantise_ref(pool, torch.ones(1) if scale is None else scale[:, None, None])
 
 
 def _entries(pool: Tensor, page_table: Tensor, slot: int, positions: range) -> Tensor:

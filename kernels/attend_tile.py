@@ -7,6 +7,8 @@ import math
 import triton
 import triton.language as tl
 
+from .fp8 import entry_values
+
 LOG2E = tl.constexpr(math.log2(math.e))
 LN2 = tl.constexpr(math.log(2))
 NO_POSITION = tl.constexpr(2**31 - 1)
@@ -63,7 +65,7 @@ def attend_range(
     BLOCK_N: tl.constexpr,
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
+    READ: tl.constexpr,
 ):
     """Unnormalised attention of the tile over [lo, hi): sum of p v, sum of p, maximum (base 2)."""
     D_PADDED: tl.constexpr = b_q.shape[1]
@@ -98,9 +100,8 @@ def attend_range(
         m_v = m_n[:, None] & (o_d < D)[None, :]
         b_k = tl.load(p_k + o_k[None, :] + o_d[:, None], mask=m_k, other=0.0)  # [D, N]
         b_v = tl.load(p_v + o_v[:, None] + o_d[None, :], mask=m_v, other=0.0)  # [N, D]
-        if WIDEN:
-            b_k = b_k.to(tl.float32)
-            b_v = b_v.to(tl.float32)
+        b_k = entry_values(b_k, b_q.dtype, READ)
+        b_v = entry_values(b_v, b_q.dtype, READ)
         b_s = tl.dot(b_q, b_k, input_precision=PRECISION)  # [M, N]
         if SOFTCAP:
             b_s = _tanh(b_s * (scale / softcap)) * (softcap * LOG2E)

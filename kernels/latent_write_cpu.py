@@ -5,13 +5,25 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
+from .fp8_cpu import FP8, latent_scales, quantise
 from .layout import BITS
 
 
-def latent_write(latent: Tensor, kv_slot: Tensor, pool: Tensor) -> None:
+def latent_write(
+    latent: Tensor,
+    kv_slot: Tensor,
+    pool: Tensor,
+    latent_scale: Tensor | None = None,
+    value_dim: int = 0,
+) -> None:
     """CPU implementation of `ops.latent_write`; see there. Strided pools are accepted."""
     slot, bits = kv_slot.numpy(), BITS[pool.element_size()]
     written = slot >= 0
     page, offset = np.divmod(slot[written], pool.shape[1])
+    if pool.dtype == FP8:
+        scales = latent_scale
+        if latent_scale is not None:
+            scales = latent_scales(latent_scale, value_dim, pool.shape[2])
+        latent = quantise(latent, scales)
     values = latent.to(pool.dtype).view(bits).numpy()
     pool.view(bits).numpy()[page, offset] = values[written]

@@ -25,6 +25,11 @@ Slot state outlives a step; it is indexed by slot:
     history[B,max_seq_len]  prompt and emitted tokens
     draft_tokens[B,max(K,1)], draft_count[B]   drafts at positions seq_len, seq_len + 1, ...
     page_table[B,P]  page of the local positions [i * page_size, (i + 1) * page_size)
+
+KV pools have the dtype of K and V, or float8_e4m3fn whatever that is. An FP8 entry holds
+fp8(x / scale): x / scale rounded to fp32, then to the nearest of the format's values (ties to
+even), beyond +-448 to +-448; NaN stays NaN. Reading multiplies by the scale. Scales are fp32 in
+device memory, positive and finite; None means 1. Pools of other dtypes take no scales.
 """
 
 from __future__ import annotations
@@ -143,13 +148,15 @@ Work lists, one set per window group g for decode; ranges are over existing toke
 
 kv_write = _define(
     "kv_write",
-    "Tensor k, Tensor v, Tensor kv_slot, Tensor(a!) k_pool, Tensor(b!) v_pool",
+    "Tensor k, Tensor v, Tensor kv_slot, Tensor(a!) k_pool, Tensor(b!) v_pool, "
+    "Tensor? k_scale=None, Tensor? v_scale=None",
 )
 """Write K and V of this step's tokens into the pools.
 
 k, v [T, Hkv, D] (any strides with a contiguous last dimension), kv_slot [T] int64, pools
 [num_pages, Hkv, page_size, D] with a contiguous last dimension. Token t goes to page
-kv_slot[t] // page_size, offset kv_slot[t] % page_size; -1 writes nothing.
+kv_slot[t] // page_size, offset kv_slot[t] % page_size; -1 writes nothing. k_scale and v_scale of
+FP8 pools: [Hkv], or [1] for all heads.
 """
 
 attend = _define(
@@ -160,7 +167,8 @@ attend = _define(
     "Tensor decode_items, Tensor decode_count, Tensor? prefill_items, Tensor? prefill_count, "
     "Tensor? sinks, Tensor(a!) partial_out, Tensor(b!) partial_lse, "
     "Tensor(c!) out, Tensor(d!) lse, "
-    "float scale, float softcap, int decode_query_len, int prefill_block",
+    "float scale, float softcap, int decode_query_len, int prefill_block, "
+    "Tensor? k_scale=None, Tensor? v_scale=None",
 )
 """Paged attention of q [T, Hq, D] over each token's visible range; Hq % Hkv == 0.
 
@@ -174,14 +182,19 @@ sinks [Hq] (fp32) join the denominator once, at the end: lse' = logaddexp(lse, s
 out' = out * exp(lse - lse'). A token with an empty range has out exactly 0 and lse -inf (with
 sinks: out 0 and lse = sink), as have all places past query_start[B] (those always -inf).
 Nothing is loaded for an empty range; entries of K or V outside visible ranges may be NaN.
+k_scale and v_scale of FP8 pools as `kv_write` got them.
 """
 
-latent_write = _define("latent_write", "Tensor latent, Tensor kv_slot, Tensor(a!) pool")
+latent_write = _define(
+    "latent_write",
+    "Tensor latent, Tensor kv_slot, Tensor(a!) pool, Tensor? latent_scale=None, int value_dim=0",
+)
 """Write the latents of this step's tokens into the pool.
 
 latent [T, D] (any row stride, contiguous last dimension), kv_slot [T] int64, pool
 [num_pages, page_size, D] with a contiguous last dimension. Token t goes to page
-kv_slot[t] // page_size, offset kv_slot[t] % page_size; -1 writes nothing.
+kv_slot[t] // page_size, offset kv_slot[t] % page_size; -1 writes nothing. latent_scale [2] of an
+FP8 pool: of an entry's first value_dim values, and of the rest, its rope key.
 """
 
 attend_latent = _define(
@@ -191,7 +204,7 @@ attend_latent = _define(
     "Tensor row_begin, Tensor row_end, Tensor row_chunk, Tensor row_splits, "
     "Tensor decode_items, Tensor decode_count, Tensor? prefill_items, Tensor? prefill_count, "
     "Tensor(a!) partial_out, Tensor(b!) partial_lse, Tensor(c!) out, Tensor(d!) lse, "
-    "float scale, int decode_query_len, int prefill_block",
+    "float scale, int decode_query_len, int prefill_block, Tensor? latent_scale=None",
 )
 """Attention over latents (MLA with W_UK and W_UV absorbed): one entry is K and V of every head.
 
@@ -200,7 +213,8 @@ an entry is all of it and V its first Dv values (the compressed KV; the rotated 
 Scores are scale * (q . entry). out [T, Hq, Dv] in q's dtype, partial_out
 [B, S, decode_query_len, Hq, Dv], partial_lse and lse as in `attend`, Hq from 1 to 128. All else is
 `attend` without soft-cap and sinks: an empty range has out exactly 0 and lse -inf, both written,
-nothing is loaded for it, and entries outside visible ranges may be NaN.
+nothing is loaded for it, and entries outside visible ranges may be NaN. latent_scale [2] of an FP8
+pool as `latent_write` got it, with value_dim = Dv.
 """
 
 greedy = _define("greedy", "Tensor logits, Tensor(a!) sampled")

@@ -109,9 +109,11 @@ def attention_tiles(
     decode_query_len: int,
     page_size: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionTiles:
     """Tiles for `group` = query heads per KV head and decode rows of `decode_query_len` places.
 
+    `dtype` is that of the queries, `kv_dtype` that of the pools: the same (None), or FP8.
     Raises `ValueError`, naming the argument, for an architecture or a geometry that has no tile.
     """
     for name, value, most in (
@@ -130,7 +132,7 @@ def attention_tiles(
         prefill=prefill,
         prefill_block=max(1, prefill.block_m // group),
         align=decode.block_n,
-        chunk=_whole_chunk(16 * rows),
+        chunk=_whole_chunk(16 * rows * _fewer_bytes(kv_dtype)),
     )
 
 
@@ -143,13 +145,15 @@ def latent_tiles(
     decode_query_len: int,
     page_size: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionTiles:
     """Tiles of latent attention: `heads` query heads share entries of `head_dim` values.
 
     The first `value_dim` values of an entry are V. A tile's partials are value_dim * 4 bytes per
     row, written and read once, for `chunk` entries of head_dim values: the chunk keeps that below
-    an eighth of the KV traffic of 2-byte entries. Raises `ValueError`, naming the argument, for an
-    architecture or a geometry that has no tile.
+    an eighth of the KV traffic of entries of 2 bytes or 1. `dtype` and `kv_dtype` as of
+    `attention_tiles`. Raises `ValueError`, naming the argument, for an architecture or a geometry
+    that has no tile.
     """
     for name, value, most in (
         ("heads", heads, MAX_LATENT_HEADS),
@@ -168,7 +172,7 @@ def latent_tiles(
         prefill=prefill,
         prefill_block=max(1, prefill.block_m // heads),
         align=decode.block_n,
-        chunk=_whole_chunk(32 * rows),
+        chunk=_whole_chunk(32 * rows * _fewer_bytes(kv_dtype)),
     )
 
 
@@ -229,6 +233,11 @@ def _table_arch(arch: str) -> str:
     if arch in ("sm_86", "sm_87", "sm_89", "sm_120", "sm_121"):
         return "sm_80"
     raise ValueError(f"arch: wanted cpu, sm_80 or newer, got {arch!r}")
+
+
+def _fewer_bytes(kv_dtype: torch.dtype | None) -> int:
+    """By how much longer a chunk must be for as many bytes as one of 2-byte entries."""
+    return 2 if kv_dtype is not None and kv_dtype.itemsize == 1 else 1
 
 
 def _whole_chunk(least: int) -> int:

@@ -26,6 +26,7 @@ from graphattn.kernels.attend_latent_decode import latent_decode_kernel
 from graphattn.kernels.attend_latent_prefill import latent_prefill_kernel
 from graphattn.kernels.attend_launch import merge_constants
 from graphattn.kernels.attend_prefill import prefill_kernel
+from graphattn.kernels.fp8 import BITS, CAST, FP8, PLAIN, pool_reading
 from graphattn.kernels.kv_write import kv_write_kernel
 from graphattn.kernels.latent_write import latent_write_kernel
 from graphattn.kernels.tiles import Tile, attention_tiles, latent_tiles
@@ -39,7 +40,10 @@ ELEMENTS = {
     *("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr", "out_ptr"),
     *("latent_ptr", "pool_ptr"),
 }
-FLOATS = {"partial_out_ptr", "partial_lse_ptr", "lse_ptr", "sinks_ptr"}
+SCALES = {"k_scale_ptr", "v_scale_ptr", "scale_ptr"}
+FLOATS = {"partial_out_ptr", "partial_lse_ptr", "lse_ptr", "sinks_ptr", *SCALES}
+POOLS = {"k_pool_ptr", "v_pool_ptr", "pool_ptr"}
+FP8_TYPES = {CAST: "fp8e4nv", BITS: "u8"}  # what a kernel takes an FP8 pool for
 
 
 def job_of(
@@ -48,9 +52,18 @@ def job_of(
     dtype: torch.dtype,
     constants: Mapping[str, Any],
     tile: Tile | None = None,
+    reading: int = PLAIN,
 ) -> Job:
-    """Compile job of a kernel whose pointers hold `dtype`, fp32 or indices, by their names."""
+    """Compile job of a kernel whose pointers hold `dtype`, fp32 or indices, by their names.
+
+    With `reading` CAST or BITS the pools are FP8 and have scales.
+    """
     types = {"scale": "fp32", "softcap": "fp32", "kv_slot_ptr": "*i64"}
+    if reading == PLAIN:
+        scales = inspect.signature(kernel.fn).parameters.keys() & SCALES
+        constants = dict.fromkeys(scales) | dict(constants)
+    else:
+        types |= dict.fromkeys(POOLS, f"*{FP8_TYPES[reading]}")
     for name in inspect.signature(kernel.fn).parameters:
         if name.endswith("_ptr"):
             element = TYPES[dtype] if name in ELEMENTS else "fp32" if name in FLOATS else "i32"
@@ -78,6 +91,7 @@ def tile_job(
     dtype: torch.dtype = torch.bfloat16,
     softcap: bool = False,
     sinks: bool = False,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[str, Job]:
     """Name and compile job of the decode or the prefill kernel with its tile from the table."""
     tiles = attention_tiles(
@@ -87,8 +101,10 @@ def tile_job(
         decode_query_len=query_len,
         page_size=page_size,
         dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     tile: Tile = getattr(tiles, kind)
+    reading = pool_reading(kv_dtype or dtype, arch)
     constants = tile_constants(
         Shape(8 * group, 8, head_dim, page_size),
         dtype,
@@ -96,13 +112,16 @@ def tile_job(
         entries=(head_dim, head_dim),
         softcap=softcap,
         interpreted=False,
+        reading=reading,
+        scale_steps=(0, 0) if reading == PLAIN else (1, 1),
     ) | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     if kind == "prefill" and not sinks:
         constants["sinks_ptr"] = None
     kernel = decode_kernel if kind == "decode" else prefill_kernel
     extras = [f"page {page_size}"] * (page_size != 64) + ["softcap"] * softcap + ["sinks"] * sinks
+    extras += ["fp8 KV"] * (reading != PLAIN)
     name = f"{kind} {TYPES[dtype]} D={head_dim} {tile.block_m}x{tile.block_n}"
-    return " ".join([name, *extras]), job_of(kernel, arch, dtype, constants, tile)
+    return " ".join([name, *extras]), job_of(kernel, arch, dtype, constants, tile, reading)
 
 
 def latent_job(
@@ -115,6 +134,7 @@ def latent_job(
     rope_dim: int = 64,
     page_size: int = 64,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
 ) -> tuple[str, Job]:
     """Name and compile job of a kernel of latent attention with its tile from the table."""
     tiles = latent_tiles(
@@ -125,19 +145,22 @@ def latent_job(
         decode_query_len=query_len,
         page_size=page_size,
         dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     tile: Tile = getattr(tiles, kind)
+    reading = pool_reading(kv_dtype or dtype, arch)
     constants = latent_constants(
         LatentShape(heads, value_dim + rope_dim, value_dim, page_size),
         dtype,
         stride_unit=16,
         entry=value_dim + rope_dim,
         interpreted=False,
+        reading=reading,
     ) | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
     kernel = latent_decode_kernel if kind == "decode" else latent_prefill_kernel
     name = f"latent {kind} {TYPES[dtype]} {value_dim}+{rope_dim} {tile.block_m}x{tile.block_n}"
-    name += f" page {page_size}" * (page_size != 64)
-    return name, job_of(kernel, arch, dtype, constants, tile)
+    name += f" page {page_size}" * (page_size != 64) + " fp8 KV" * (reading != PLAIN)
+    return name, job_of(kernel, arch, dtype, constants, tile, reading)
 
 
 def merge_job(
@@ -148,12 +171,15 @@ def merge_job(
     return f"merge bf16 D={dim} S=32" + " sinks" * sinks, job
 
 
-def latent_write_job(arch: str) -> tuple[str, Job]:
+def latent_write_job(arch: str, *, fp8: bool = False) -> tuple[str, Job]:
     constants = {"STRIDE_UNIT": 16, "D": 576, "D_PADDED": 1024, "PAGE_SIZE": 64}
-    return "latent_write bf16 576", job_of(latent_write_kernel, arch, torch.bfloat16, constants)
+    constants |= {"QUANTISE": fp8, "VALUE_DIM": 512}
+    reading = BITS if fp8 else PLAIN
+    job = job_of(latent_write_kernel, arch, torch.bfloat16, constants, reading=reading)
+    return "latent_write bf16 576" + " fp8 KV" * fp8, job
 
 
-def kv_write_job(arch: str) -> tuple[str, Job]:
+def kv_write_job(arch: str, *, fp8: bool = False) -> tuple[str, Job]:
     constants = {
         "STRIDE_UNIT": 16,
         "KV_HEADS": 8,
@@ -161,8 +187,13 @@ def kv_write_job(arch: str) -> tuple[str, Job]:
         "D": 128,
         "D_PADDED": 128,
         "PAGE_SIZE": 64,
+        "QUANTISE": fp8,
+        "K_SCALE_HEAD": int(fp8),
+        "V_SCALE_HEAD": int(fp8),
     }
-    return "kv_write bf16 8x128", job_of(kv_write_kernel, arch, torch.bfloat16, constants)
+    reading = BITS if fp8 else PLAIN
+    job = job_of(kv_write_kernel, arch, torch.bfloat16, constants, reading=reading)
+    return "kv_write bf16 8x128" + " fp8 KV" * fp8, job
 
 
 def main_jobs() -> Iterator[tuple[str, Job]]:
@@ -202,6 +233,19 @@ def more_jobs() -> Iterator[tuple[str, Job]]:
         yield latent_job("decode", arch, 16, value_dim=128, dtype=torch.float32)
         yield latent_job("prefill", arch, 128)
         yield latent_job("prefill", arch, 128, page_size=16)
+
+
+def fp8_jobs() -> Iterator[tuple[str, Job]]:
+    """FP8 KV: tiles of each kind, and the writes."""
+    for arch in ARCHS:
+        yield kv_write_job(arch, fp8=True)
+        yield latent_write_job(arch, fp8=True)
+        for head_dim in (64, 128, 256):
+            yield tile_job("decode", arch, head_dim, 4, kv_dtype=FP8)
+            yield tile_job("prefill", arch, head_dim, 4, kv_dtype=FP8)
+        yield tile_job("decode", arch, 128, 8, 4, kv_dtype=FP8)
+        yield latent_job("decode", arch, 16, kv_dtype=FP8)
+        yield latent_job("decode", arch, 128, kv_dtype=FP8)
 
 
 def key(name: str, job: Job) -> str:
