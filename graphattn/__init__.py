@@ -1,6 +1,6 @@
 """Static-shape, CUDA-graph-friendly attention runtime: one captured graph per decode step."""
 
-from graphattn import bounds, ops
+from graphattn import bounds, convert, ops
 from graphattn._capture.errors import CaptureError
 from graphattn.aio import AsyncEngine, EventStream
 from graphattn.capturing import capture
@@ -56,5 +56,6 @@ __all__ = [
     "Work",
     "bounds",
     "capture",
+    "convert",
     "ops",
 ]

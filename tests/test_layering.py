@@ -18,6 +18,7 @@ FLOW = [
     "arguments",
     "work",
     "ops",
+    "convert",
     "models",
     "groups",
     "dcp",
