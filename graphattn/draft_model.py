@@ -14,7 +14,7 @@ from graphattn.drafting import Drafting
 from graphattn.errors import ConfigError, UnsupportedModelError, wrong
 from graphattn.memory import ModelMemory, StepMemory
 from graphattn.models import adapt, weights
-from graphattn.models.contract import AttentionLayer, StepModel
+from graphattn.models.contract import AttentionLayer, StepModel, slot_tensors
 from graphattn.view import ModelStep
 
 
@@ -126,6 +126,11 @@ def _check_fit(model: StepModel, target: StepModel, bounds: Bounds) -> None:
         raise ConfigError(
             f"max_seq_len: wanted at most the draft model's {model.max_seq_len}, got "
             f"{bounds.max_seq_len}. Lower max_seq_len."
+        )
+    if slot_tensors(model):
+        raise UnsupportedModelError(
+            "draft model: it keeps slot tensors, which a drafter's passes do not move along. Draft "
+            "with a model of attention layers only, or with NGram(k)."
         )
     if model.device != target.device:
         raise wrong("draft model", f"a model on {target.device}", model.device, "Move it there.")

@@ -14,10 +14,11 @@ from graphattn.dcp import ContextParallel, Reduce
 from graphattn.groups import Group
 from graphattn.inputs import InputBlock
 from graphattn.metadata import StepMetadata, StepRows
-from graphattn.models.contract import AttentionLayer, StepModel
+from graphattn.models.contract import AttentionLayer, StepModel, slot_tensors
 from graphattn.pages import KVPools
 from graphattn.ring import OutputBlock
 from graphattn.sample import Sampler
+from graphattn.slots import SlotMemory
 from graphattn.state import SlotState
 
 
@@ -132,6 +133,7 @@ class StepMemory:
         self.output = OutputBlock(bounds, device)
         self.state = SlotState.allocate(bounds, device)
         self.sampler = Sampler.allocate(bounds, device)
+        self.slots = SlotMemory(slot_tensors(model), bounds, self.inputs, self.state)
         self.target = ModelMemory(
             model.attention_layers,
             bounds,
@@ -149,8 +151,10 @@ class StepMemory:
         return self.target.scratch() | named | {"output": self.output.block}
 
     def lasting(self) -> dict[str, Tensor]:
-        """What outlives a step, but for the pools: slot state and token occurrences."""
+        """What outlives a step, but for the pools: slot state, token occurrences, and what the
+        model keeps of every slot."""
         state = {f"state.{name}": tensor for name, tensor in self.state.tensors().items()}
+        state |= {f"slots.{name}": tensor for name, tensor in self.slots.tensors().items()}
         return state | {"occurrences": self.sampler.occurrences}
 
     def tensors(self) -> dict[str, Tensor]:

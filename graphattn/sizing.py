@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,8 +25,9 @@ from graphattn.draft import Drafter, Speculation
 from graphattn.errors import UnsupportedModelError, wrong
 from graphattn.groups import Group
 from graphattn.memory import StepMemory
-from graphattn.models.contract import StepModel
+from graphattn.models.contract import SlotTensor, StepModel, slot_tensors
 from graphattn.pages import page_bytes
+from graphattn.slots import check_slot_tensors, slot_bytes
 from graphattn.step import step_program
 from graphattn.stream import Stream
 
@@ -80,6 +81,7 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
     device, layers = model.device, model.attention_layers
     backend = resolve_backend(options.backend, device)
     check_layers(layers)
+    check_slot_tensors(kept := slot_tensors(model))
     if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise UnsupportedModelError(
             f"model: wanted float32, bfloat16 or float16 weights, got {model.dtype}. "
@@ -125,11 +127,18 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         run_ahead=run_ahead,
         dcp=options.dcp,
         speculate=speculate,
-        prefix_reuse=options.prefix_reuse,
+        prefix_reuse=options.prefix_reuse and not kept,
         max_queue=max_queue,
         prepack=options.prepack and backend == "host" and model.dtype == torch.float32,
-        notes=(note,) if note else (),
+        notes=tuple(filter(None, (note, _slots_note(kept)))),
     )
+
+
+def _slots_note(kept: Mapping[str, SlotTensor]) -> str | None:
+    """The KV of a prefix is of no use to a request without the state that goes with it."""
+    if not kept:
+        return None
+    return f"slot tensors: {slot_bytes(kept)} bytes per slot; requests share no prefixes"
 
 
 def resolve_measured(options: Options, model: StepModel, stream: Stream) -> EngineConfig:

@@ -33,7 +33,7 @@ def step_program(
         with nvtx_ranges.scope("prepare"):
             target.prepare(steps, rows)
         with nvtx_ranges.scope("model"):
-            view = ModelStep(steps, target.attention, mixed=bucket.mixed)
+            view = ModelStep(steps, target.attention, mixed=bucket.mixed, slots=memory.slots)
             logits = model(view)
         with nvtx_ranges.scope("sample"):
             sampled = sampler.draw(logits, inputs, steps[0], state)
@@ -44,6 +44,7 @@ def step_program(
         with nvtx_ranges.scope("commit"):
             commit(sampled, inputs.slot_of_row, steps[0], state, output)
             sampler.publish(inputs, steps[0], state, output)
+            view.commit_slots()
         if draft is not None:
             with nvtx_ranges.scope("draft"):
                 draft.run(view.features)

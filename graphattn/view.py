@@ -8,7 +8,9 @@ from torch import Tensor
 
 from graphattn._capture import nvtx_ranges
 from graphattn.attention import Attention
+from graphattn.errors import UnsupportedModelError
 from graphattn.metadata import StepMetadata
+from graphattn.slots import SlotMemory, StepSlots
 
 
 class ModelStep:
@@ -19,7 +21,12 @@ class ModelStep:
     """
 
     def __init__(
-        self, shards: Sequence[StepMetadata], attention: Attention, *, mixed: bool
+        self,
+        shards: Sequence[StepMetadata],
+        attention: Attention,
+        *,
+        mixed: bool,
+        slots: SlotMemory | None = None,
     ) -> None:
         self.input_ids = shards[0].input_ids
         self.positions = shards[0].positions
@@ -28,6 +35,22 @@ class ModelStep:
         self._shards = shards
         self._attention = attention
         self._mixed = mixed
+        self._slot_memory = slots
+        self._slots: StepSlots | None = None
+
+    @property
+    def slots(self) -> StepSlots:
+        """The step by rows, and what the model keeps of their slots; see the contract."""
+        if self._slots is None:
+            if self._slot_memory is None:
+                raise UnsupportedModelError("step.slots: the passes of a drafter have none")
+            self._slots = StepSlots(self._slot_memory, self._shards[0])
+        return self._slots
+
+    def commit_slots(self) -> None:
+        """After the commit of tokens: what the model keeps of the slots follows."""
+        if self._slot_memory is not None and self._slot_memory.specs:
+            self.slots.commit()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write K and V, attend over what each token may see; see the contract."""

@@ -33,6 +33,7 @@ FLOW = [
     "ring",
     "sample",
     "commit",
+    "slots",
     "memory",
     "view",
     "drafting",

@@ -5,9 +5,11 @@ A model that meets it needs no adapter. `examples/own_model.py` is one in under 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, device, dtype
 
 
@@ -44,6 +46,59 @@ class AttentionLayer:
         return self.head_dim if self.value_dim else 2 * self.num_kv_heads * self.head_dim
 
 
+@dataclass(frozen=True, slots=True)
+class SlotTensor:
+    """A tensor that a model keeps of every slot from step to step: a recurrent state, a counter.
+
+    A request starts from `fill` everywhere, also when it starts anew after a preemption.
+    """
+
+    shape: tuple[int, ...]  # of one slot
+    dtype: dtype = torch.float32
+    fill: float = 0
+
+
+class StepSlots(Protocol):
+    """A step by rows, and the model's `SlotTensor`s in it. R rows, T token places, k drafts.
+
+    The tokens of a row are adjacent, those of a slot are in one row, and padding rows and places
+    come wherever they like. A model reads what it keeps of each row's slot with `start`, works
+    through the tokens, and hands the states after the last 1 + k tokens of each row to `keep`.
+    After the commit the runtime selects: what counts is the state after the last token that the
+    context then holds, whatever drafts were accepted. Slots without a new token keep theirs, bit
+    for bit.
+
+    Rows must not mix: a NaN of one request must not reach another's state, so choose with `where`
+    between rows, and never multiply by 0.
+    """
+
+    slot_of_row: Tensor  # [R] int32; -1 = padding row
+    query_start: Tensor  # [R + 1] int32: first place of each row
+    token_count: Tensor  # [R] int32: tokens of the row, in its first places; may be 0
+    admitted: Tensor  # [R] bool: the first step of a request, which starts from `fill`
+    row: Tensor  # [T] int64: row of each place; 0 for places of no row
+    offset: Tensor  # [T] int64: number of the place in its row
+    exists: Tensor  # [T] bool: the place holds a token
+    kept_places: Tensor  # [R, 1 + k] int64: the places whose states `keep` wants
+
+    def start(self, name: str) -> Tensor:
+        """What the model keeps of the slot of each row, before the step: [R, *shape], a copy."""
+        ...
+
+    def keep(self, name: str, states: Tensor) -> None:
+        """What it would be after each of `kept_places`: [R, 1 + k, *shape], in the tensor's dtype.
+
+        With states [T, *shape] of all places that is `states[kept_places]`. Where a row has fewer
+        tokens, places repeat. Every tensor must be kept in every call of the model.
+        """
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor itself, [max_batch, *shape] by slot, for kernels that index it. Read only;
+        of an `admitted` slot it still holds an earlier request's."""
+        ...
+
+
 class ModelStep(Protocol):
     """What a model sees of a step: T token places, of which L need logits.
 
@@ -55,6 +110,11 @@ class ModelStep(Protocol):
     logits_token: Tensor  # [L] int64: places whose logits are wanted, in order
     # What a model offers to a drafter, by name; "hidden" [T, hidden_size] is what MTP starts from.
     features: dict[str, Tensor]
+
+    @property
+    def slots(self) -> StepSlots:
+        """The step by rows. Raises `UnsupportedModelError` in the passes of a drafter."""
+        ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write K and V, attend over what each token may see.
@@ -77,7 +137,11 @@ class ModelStep(Protocol):
 
 class StepModel(Protocol):
     """A model that can be captured. Its weights keep their addresses; its forward reads no device
-    value on the host, makes no tensor from Python data, and depends on nothing but the step."""
+    value on the host, makes no tensor from Python data, and depends on nothing but the step.
+
+    A model may also have `slot_tensors`, a mapping from names to `SlotTensor`: what it keeps of
+    every slot beside its KV; see `StepSlots`. Requests of such a model share no prefixes.
+    """
 
     @property
     def attention_layers(self) -> tuple[AttentionLayer, ...]:
@@ -112,3 +176,8 @@ class StepModel(Protocol):
     def __call__(self, step: ModelStep) -> Tensor:
         """Logits [L, vocab_size] of the places `step.logits_token`."""
         ...
+
+
+def slot_tensors(model: StepModel) -> Mapping[str, SlotTensor]:
+    """What the model keeps of every slot; mostly nothing."""
+    return getattr(model, "slot_tensors", {})
