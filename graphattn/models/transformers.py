@@ -198,8 +198,8 @@ def _observe(module: PreTrainedModel, num_layers: int) -> tuple[tuple[ObservedLa
         raise unsupported(
             module,
             f"of {num_layers} layers, {len({x.layer_idx for x in layers})} called the attention "
-            f"function, {len(layers)} times in all; every layer must, once (recurrent, "
-            "state-space and shared layers, and attention code of its own, are not supported)",
+            f"function, {len(layers)} times in all; every layer must, once (shared "
+            "layers and attention code of its own are not supported)",
         )
     if output.logits.shape[:2] != (1, 1):
         raise unsupported(module, "its forward ignores logits_to_keep")

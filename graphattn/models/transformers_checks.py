@@ -6,11 +6,13 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from graphattn.errors import UnsupportedModelError
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Layer types that keep more of a sequence than KV, alone or beside an attention function.
+_RECURRENT = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
 
 
 def unsupported(model: object, missing: str) -> UnsupportedModelError:
@@ -28,6 +30,7 @@ def check(model: object) -> PreTrainedModel:
     head = model.get_output_embeddings()
     if head is None or not model.can_generate():
         raise unsupported(model, "it has no language-model head; load it as a CausalLM")
+    _check_stateless(model, config)
     if getattr(config, "num_kv_shared_layers", 0):
         raise unsupported(model, "layers that share the KV of other layers")
     if getattr(config, "alibi", False):
@@ -41,6 +44,18 @@ def check(model: object) -> PreTrainedModel:
             )
     _check_weights(model)
     return model
+
+
+def _check_stateless(model: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Some call our attention function in every layer, and a state-space layer beside it."""
+    kinds = sorted(_RECURRENT & set(getattr(config, "layer_types", None) or ()))
+    if kinds or model._is_stateful:
+        layers = f" (layers of type {', '.join(kinds)})" if kinds else ""
+        raise unsupported(
+            model,
+            f"it keeps recurrent state of each sequence beside its KV{layers}. A model of your own "
+            "can: it registers what it keeps of every slot as slot_tensors, see docs/own-model.md",
+        )
 
 
 def _check_weights(model: PreTrainedModel) -> None:

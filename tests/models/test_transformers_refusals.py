@@ -38,14 +38,6 @@ def _encoder_decoder() -> PreTrainedModel:
     return transformers.T5ForConditionalGeneration(config)
 
 
-def _recurrent_layers() -> PreTrainedModel:
-    config = transformers.Lfm2Config(
-        vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=2, layer_types=["conv", "full_attention"],
-    )  # fmt: skip
-    return transformers.Lfm2ForCausalLM(config)
-
-
 def _chunked_mask() -> PreTrainedModel:
     config = transformers.Llama4TextConfig(
         vocab_size=61, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32,
@@ -108,7 +100,6 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (_encoder_decoder, "encoder-decoder models need cross-attention"),
     (_dynamic_rope, "rope type 'dynamic'"),
     (_longrope, "rope type 'longrope'"),
-    (_recurrent_layers, "of 2 layers, 1 called the attention function"),
     (_chunked_mask, "neither causal nor a causal sliding window"),
     (_bidirectional, "neither causal nor a causal sliding window"),
     (_alibi, "BloomForCausalLM"),
