@@ -19,6 +19,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 FP32 = (torch.float32,)
+FP8 = torch.float8_e4m3fn
 
 Strides = Literal["contiguous", "rows"]  # rows: any strides with a contiguous last dimension
 Size = int | str
@@ -127,6 +128,12 @@ def check_number(
         raise wrong(
             name, f"a finite Python number{bound}", came, "It is fixed at capture, not a tensor."
         )
+
+
+def check_range(name: str, what: str, value: int, most: int) -> None:
+    """Raise `ConfigError` unless 1 <= value <= most; `what` the argument `name` gives."""
+    if not 1 <= value <= most:
+        raise wrong(name, f"{what} from 1 to {most}", value, "The kernels cover no other.")
 
 
 def _shape(layout: Sequence[Size]) -> str:

@@ -15,6 +15,9 @@ Legend: T token places, B row places, S splits, Q query places of a decode row, 
 KV heads, D head size, Dv value size of latents. The dtype of q, K, V and outputs is float32,
 bfloat16 or float16; metadata is int32 and contiguous unless said.
 
+**FP8.** Pools may be float8_e4m3fn whatever the other dtype is, K and V alike. Their scales, fp32
+in device memory, positive and finite, are those of the write; None means 1.
+
 **Pools** have any strides with a contiguous last dimension: one layer of a tensor
 [layers, 2, pages, heads, page_size, D], or `pool.transpose(1, 2)` of pages laid out as
 [pages, page_size, heads, D]. A page size is any integer >= 1; powers of two from 16 on load whole
@@ -29,9 +32,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from graphattn.arguments import FLOATS, FP32, INT32, INT64, Arguments, check_number
+from graphattn.arguments import (
+    FLOATS,
+    FP8,
+    FP32,
+    INT32,
+    INT64,
+    Arguments,
+    check_number,
+    check_range,
+)
 from graphattn.errors import wrong
 from graphattn.kernels import ops as raw
 from graphattn.kernels.tiles import (
@@ -40,7 +53,15 @@ from graphattn.kernels.tiles import (
     MAX_LATENT_ROPE_DIM,
     MAX_LATENT_VALUE_DIM,
 )
-from graphattn.work import AttentionWork, Partials, in_schema_order, take_results, take_work
+from graphattn.work import (
+    AttentionWork,
+    Partials,
+    in_schema_order,
+    take_pools,
+    take_results,
+    take_scale,
+    take_work,
+)
 
 __all__ = [
     "AttentionWork",
@@ -75,31 +96,51 @@ class SamplingSlots:
     occurrences: Tensor  # [B, V], emissions of each token, plus 2**30 if it is in the prompt
 
 
-def kv_write(k: Tensor, v: Tensor, kv_slot: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+def kv_write(
+    k: Tensor,
+    v: Tensor,
+    kv_slot: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    *,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """Write K and V of a step's tokens into their pages.
 
     k, v [T, Hkv, D] (any strides, contiguous last dimension); kv_slot [T] int64: page * page_size
-    + offset, -1 writes nothing, no two equal; k_pool, v_pool [pages, Hkv, page_size, D].
+    + offset, -1 writes nothing, no two equal; k_pool, v_pool [pages, Hkv, page_size, D]; scales of
+    FP8 pools [Hkv], or [1] for all heads: x / scale is stored.
     """
     args = Arguments()
     args.take("k", k, ("T", "Hkv", "D"), FLOATS)
     args.take("v", v, ("T", "Hkv", "D"), (k.dtype,))
     args.take("kv_slot", kv_slot, ("T",), INT64, "contiguous")
-    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
-        args.take(name, pool, ("pages", "Hkv", "page_size", "D"), (k.dtype,), written=True)
-    raw.kv_write(k, v, kv_slot, k_pool, v_pool)
+    take_pools(args, k_pool, v_pool, k.dtype, k_scale, v_scale, written=True)
+    raw.kv_write(k, v, kv_slot, k_pool, v_pool, k_scale, v_scale)
 
 
-def latent_write(latent: Tensor, kv_slot: Tensor, pool: Tensor) -> None:
+def latent_write(
+    latent: Tensor,
+    kv_slot: Tensor,
+    pool: Tensor,
+    *,
+    latent_scale: Tensor | None = None,
+    value_dim: int = 0,
+) -> None:
     """Write the latents of a step's tokens into their pages.
 
-    latent [T, D] (any row stride); kv_slot [T] int64 as of `kv_write`; pool [pages, page_size, D].
+    latent [T, D] (any row stride); kv_slot [T] int64 as of `kv_write`; pool [pages, page_size, D];
+    latent_scale [2] of an FP8 pool: of an entry's first `value_dim` values, and of the rest.
     """
     args = Arguments()
     args.take("latent", latent, ("T", "D"), FLOATS)
     args.take("kv_slot", kv_slot, ("T",), INT64, "contiguous")
-    args.take("pool", pool, ("pages", "page_size", "D"), (latent.dtype,), written=True)
-    raw.latent_write(latent, kv_slot, pool)
+    args.take("pool", pool, ("pages", "page_size", "D"), (latent.dtype, FP8), written=True)
+    if latent_scale is not None:
+        take_scale(args, "latent_scale", latent_scale, (2,), pool)
+        check_range("value_dim", "a size", value_dim, args.sizes["D"] - 1)
+    raw.latent_write(latent, kv_slot, pool, latent_scale, value_dim)
 
 
 def attend(
@@ -114,22 +155,24 @@ def attend(
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Attention of every token over its visible range of the pages.
 
     q [T, Hq, D] (any outer strides), Hq a multiple of Hkv, D <= 256; k_pool, v_pool
-    [pages, Hkv, page_size, D]; sinks [Hq] fp32 join the denominator. Writes out [T, Hq, D] in q's
+    [pages, Hkv, page_size, D], with scales as of `kv_write`; sinks [Hq] fp32 join the denominator.
+    Writes out [T, Hq, D] in q's
     dtype and lse [T, Hq] fp32 (natural log), both contiguous and wholly: a token with an empty
     range gets exactly 0 and -inf (with sinks: 0 and the sink).
     """
     args = Arguments()
     args.take("q", q, ("T", "Hq", "D"), FLOATS)
-    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
-        args.take(name, pool, ("pages", "Hkv", "page_size", "D"), (q.dtype,))
+    take_pools(args, k_pool, v_pool, q.dtype, k_scale, v_scale)
     heads, kv_heads = args.sizes["Hq"], args.sizes["Hkv"]
     if kv_heads == 0 or heads % kv_heads:
         raise wrong("q", f"a multiple of the {kv_heads} KV heads", heads, "Check q's second size.")
-    _check_range("q", "a head size", args.sizes["D"], MAX_HEAD_DIM)
+    check_range("q", "a head size", args.sizes["D"], MAX_HEAD_DIM)
     if sinks is not None:
         args.take("sinks", sinks, ("Hq",), FP32, "contiguous")
     check_number("scale", scale, above=0.0)
@@ -149,6 +192,8 @@ def attend(
         softcap,
         work.decode_query_len,
         work.prefill_block,
+        k_scale,
+        v_scale,
     )
 
 
@@ -161,21 +206,25 @@ def attend_latent(
     lse: Tensor,
     *,
     scale: float,
+    latent_scale: Tensor | None = None,
 ) -> None:
     """`attend` over latents (MLA, absorbed): an entry is the key of all heads, its first Dv values
     their value.
 
     q [T, Hq, D], pool [pages, page_size, D], out [T, Hq, Dv], Dv <= 512, D - Dv from 1 to 64,
-    Hq <= 128. All else is `attend` without soft-cap and sinks.
+    Hq <= 128; latent_scale [2] of an FP8 pool as of `latent_write`, with value_dim = Dv. All else
+    is `attend` without soft-cap and sinks.
     """
     args = Arguments()
     args.take("q", q, ("T", "Hq", "D"), FLOATS)
-    args.take("pool", pool, ("pages", "page_size", "D"), (q.dtype,))
+    args.take("pool", pool, ("pages", "page_size", "D"), (q.dtype, FP8))
+    if latent_scale is not None:
+        take_scale(args, "latent_scale", latent_scale, (2,), pool)
     args.take("out", out, ("T", "Hq", "Dv"), (q.dtype,), "contiguous")
-    _check_range("q", "a number of heads", args.sizes["Hq"], MAX_LATENT_HEADS)
-    _check_range("out", "a value size Dv", args.sizes["Dv"], MAX_LATENT_VALUE_DIM)
+    check_range("q", "a number of heads", args.sizes["Hq"], MAX_LATENT_HEADS)
+    check_range("out", "a value size Dv", args.sizes["Dv"], MAX_LATENT_VALUE_DIM)
     rope_dim = args.sizes["D"] - args.sizes["Dv"]
-    _check_range("q", "D - Dv, what is key only,", rope_dim, MAX_LATENT_ROPE_DIM)
+    check_range("q", "D - Dv, what is key only,", rope_dim, MAX_LATENT_ROPE_DIM)
     check_number("scale", scale, above=0.0)
     take_work(args, work)
     take_results(args, work, partials, out, lse, "Dv", q.dtype)
@@ -189,6 +238,7 @@ def attend_latent(
         scale,
         work.decode_query_len,
         work.prefill_block,
+        latent_scale,
     )
 
 
@@ -339,8 +389,3 @@ def _take_message(args: Arguments, message: Tensor, like: Tensor) -> int:
     if args.sizes["W"] == 0:
         raise wrong("message", "at least one rank", 0, "Pass [W, n, D + 4 / itemsize].")
     return args.sizes["W"]
-
-
-def _check_range(name: str, what: str, value: int, most: int) -> None:
-    if not 1 <= value <= most:
-        raise wrong(name, f"{what} from 1 to {most}", value, "The kernels cover no other.")

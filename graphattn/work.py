@@ -1,4 +1,4 @@
-"""What an attention call reads of a step, and the workspace of its splits."""
+"""What an attention call reads of a step, the workspace of its splits, and checks of both."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.arguments import FP32, INT32, Arguments, check_number
+from graphattn.arguments import FP8, FP32, INT32, Arguments, check_number
 from graphattn.errors import wrong
 
 
@@ -110,3 +110,34 @@ def take_results(
     args.take("partials.lse", lses, places, FP32, "contiguous")
     args.take("out", out, ("T", "Hq", width), (dtype,), "contiguous")
     args.take("lse", lse, ("T", "Hq"), FP32, "contiguous")
+
+
+def take_pools(
+    args: Arguments,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    dtype: torch.dtype,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    written: bool = False,
+) -> None:
+    """Check K and V pools, float `dtype` or FP8, and the scales of FP8 entries."""
+    layout = ("pages", "Hkv", "page_size", "D")
+    args.take("k_pool", k_pool, layout, (dtype, FP8), written=written)
+    args.take("v_pool", v_pool, layout, (k_pool.dtype,), written=written)
+    for name, factor in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if factor is not None:
+            take_scale(args, name, factor, (1, args.sizes["Hkv"]), k_pool)
+
+
+def take_scale(
+    args: Arguments, name: str, factor: Tensor, lengths: tuple[int, ...], pool: Tensor
+) -> None:
+    """Check the scale of an FP8 pool, of one of `lengths`."""
+    if pool.dtype != FP8:
+        raise wrong(name, "None for pools that are not FP8", "a tensor", "Leave it out.")
+    args.take(name, factor, (f"{name}s",), FP32, "contiguous")
+    if factor.shape[0] not in lengths:
+        sizes = " or ".join(f"[{n}]" for n in lengths)
+        raise wrong(name, f"shape {sizes}", list(factor.shape), "See `kv_write`, `latent_write`.")

@@ -187,6 +187,40 @@ def test_latent_write_names_a_wrong_argument(
         ops.latent_write(**args)
 
 
+SCALES = [
+    ("k_scale", torch.float32, torch.ones(1), "None for pools that are not FP8"),
+    ("k_scale", torch.float8_e4m3fn, torch.ones(3), r"shape \[1\] or \[2\], got \[3\]"),
+    ("v_scale", torch.float8_e4m3fn, torch.ones(2).double(), "float32"),
+    ("v_scale", torch.float8_e4m3fn, torch.ones(2, 1), "shape"),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "factor", "message"), SCALES)
+def test_wrong_scales_are_named(
+    name: str, dtype: torch.dtype, factor: Tensor, message: str
+) -> None:
+    write, call = write_call(), attend_call()
+    for args in (write, call):
+        args["k_pool"], args["v_pool"] = args["k_pool"].to(dtype), args["v_pool"].to(dtype)
+    with pytest.raises(ConfigError, match=f"^{name}: wanted .*{message}"):
+        ops.kv_write(**write, **{name: factor})
+    with pytest.raises(ConfigError, match=f"^{name}: wanted .*{message}"):
+        ops.attend(**call, **{name: factor})
+    assert not any(write[n].float().any() for n in ("k_pool", "v_pool"))
+
+
+def test_wrong_scales_of_latents_are_named() -> None:
+    latent, kv_slot = torch.ones(1, 8), torch.tensor([0])
+    pool = torch.zeros(2, 4, 8).to(torch.float8_e4m3fn)
+    with pytest.raises(ConfigError, match=r"^latent_scale: wanted shape \[2\], got \[1\]"):
+        ops.latent_write(latent, kv_slot, pool, latent_scale=torch.ones(1), value_dim=6)
+    with pytest.raises(ConfigError, match=r"^value_dim: wanted a size from 1 to 7, got 0"):
+        ops.latent_write(latent, kv_slot, pool, latent_scale=torch.ones(2))
+    args = latent_call()
+    with pytest.raises(ConfigError, match=r"^latent_scale: wanted None for pools that are not FP8"):
+        ops.attend_latent(**args, latent_scale=torch.ones(2))
+
+
 def partial_call(op: str) -> dict[str, Any]:
     out, lse = torch.randn(5, 6, 8), torch.randn(5, 6)
     message = torch.zeros(2, 15, 9)
