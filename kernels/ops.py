@@ -89,6 +89,29 @@ Then page_table[slot, column] = page for every used update. A host never sends t
 one (slot, column) in a step.
 """
 
+rows_from_lengths = _define(
+    "rows_from_lengths",
+    "Tensor query_len, Tensor context_len, Tensor slot_of_row, Tensor? prefill, "
+    "Tensor(a!) row_slot, Tensor(b!) row_query_len, Tensor(c!) slot_context_len, "
+    "Tensor(d!) slot_seq_len, Tensor(e!) slot_prompt_len, Tensor(f!) slot_draft_count, "
+    "int tokens, int longest, int max_drafts, int max_seq_len",
+)
+"""The rows and the slot state that `prepare` reads, of a caller who has lengths and no slot state.
+
+query_len, context_len, slot_of_row, prefill [B] are by row, the outputs slot_* [slots] by slot.
+Row r gets row_query_len[r] = query_len[r] places, clamped to [0, longest] and cut where the places
+of all rows before it and its own exceed `tokens`. row_slot[r] = slot_of_row[r] when that is a slot,
+0 <= context_len[r] < max_seq_len and the row has places, else -1. Whatever the caller's tensors
+hold, `prepare` then stays within its buffers. Of a row with a slot s, no two rows having the same:
+  slot_context_len[s] = context_len[r]
+  a row of more than 1 + K places, or with prefill[r] != 0, is a chunk of a prompt that ends with
+  it: slot_seq_len[s] = slot_prompt_len[s] = context_len[r] + row_query_len[r], no drafts;
+  else a decode row whose places after the first are drafts: slot_seq_len[s] = context_len[r] + 1,
+  slot_prompt_len[s] = 0, slot_draft_count[s] = row_query_len[r] - 1.
+So a chunk has logits at its last place, a decode row at all of its places. Other slots are left as
+they are.
+"""
+
 prepare = _define(
     "prepare",
     "Tensor slot_of_row, Tensor query_len, "

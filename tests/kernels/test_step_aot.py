@@ -73,6 +73,12 @@ KERNELS = {
     "admit": Kernel(
         "admit", "_admit_kernel", {"STOPS": 8, "STOPS_PADDED": 8, "BLOCK": 128}, registers=64
     ),
+    "rows": Kernel(
+        "rows_from_lengths",
+        "_rows_kernel",
+        {"MAX_DRAFTS": 3, "HAS_PREFILL": True, "ROWS": 1024},
+        registers=64,
+    ),
     "scan": Kernel(
         "prepare",
         "_scan_kernel",
