@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .errors import GraphStateError
 
@@ -61,6 +61,7 @@ class Graph(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = GraphState.NEW
+        self.outputs: Any = None  # what the program returned; rewritten by every replay
         self._capture_seconds = 0.0
 
     def capture(self, fn: Callable[[], T]) -> T:
@@ -82,6 +83,7 @@ class Graph(ABC):
             raise
         self._capture_seconds = time.perf_counter() - started
         self.state = GraphState.READY
+        self.outputs = outputs
         return outputs
 
     def replay(self) -> None:
@@ -94,6 +96,7 @@ class Graph(ABC):
         """Release the graph and what it keeps alive. Calling it again does nothing."""
         if self.state is not GraphState.CLOSED:
             self.state = GraphState.CLOSED
+            self.outputs = None
             self._close()
 
     @property

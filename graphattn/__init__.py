@@ -3,7 +3,9 @@
 from graphattn import bounds, convert, ops
 from graphattn._capture.errors import CaptureError
 from graphattn.aio import AsyncEngine, EventStream
+from graphattn.bounds import Bounds
 from graphattn.capturing import capture
+from graphattn.checks import audit, verify
 from graphattn.config import Bucket
 from graphattn.dcp import DCP
 from graphattn.draft import NGram
@@ -18,11 +20,15 @@ from graphattn.errors import (
     StepError,
     UnsupportedModelError,
 )
+from graphattn.graph import Graph
 from graphattn.groups import VirtualGroup
+from graphattn.metadata import StepRows
+from graphattn.models.contract import AttentionLayer
 from graphattn.mtp import MTP
 from graphattn.plan import Plan, Work
 from graphattn.report import BucketReport, EngineReport, Stats
 from graphattn.request import Completion, Event, FinishReason, Request, SamplingParams
+from graphattn.step_buffers import StepBuffers
 
 __version__ = "0.1.0"
 
@@ -30,6 +36,8 @@ __all__ = [
     "DCP",
     "MTP",
     "AsyncEngine",
+    "AttentionLayer",
+    "Bounds",
     "Bucket",
     "BucketReport",
     "CaptureError",
@@ -42,6 +50,7 @@ __all__ = [
     "Event",
     "EventStream",
     "FinishReason",
+    "Graph",
     "GraphAttnError",
     "NGram",
     "Plan",
@@ -50,12 +59,16 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "Stats",
+    "StepBuffers",
     "StepError",
+    "StepRows",
     "UnsupportedModelError",
     "VirtualGroup",
     "Work",
+    "audit",
     "bounds",
     "capture",
     "convert",
     "ops",
+    "verify",
 ]

@@ -26,6 +26,7 @@ class ModelMemory:
     """What one model has of its own: for each rank of this process metadata, pages, workspace.
 
     The page table is shared: models of one engine use the same page ids in pools of their own.
+    `pools`, of the only rank, may be a caller's.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class ModelMemory:
         dtype: torch.dtype,
         group: Group | None,
         reduce: Reduce,
+        pools: KVPools | None = None,
     ) -> None:
         device = page_table.device
         self.bounds = bounds
@@ -54,7 +56,7 @@ class ModelMemory:
             else ContextParallel(group, reduce, layers, bounds.max_tokens, dtype, device)
         )
         self.shards = tuple(
-            self._shard(layers, replace(bounds, dcp_rank=rank), dtype, device)
+            self._shard(layers, replace(bounds, dcp_rank=rank), dtype, device, pools)
             for rank in ((0,) if group is None else group.ranks)
         )
         self.attention = Attention(
@@ -72,11 +74,12 @@ class ModelMemory:
         bounds: Bounds,
         dtype: torch.dtype,
         device: torch.device,
+        pools: KVPools | None,
     ) -> Shard:
         return Shard(
             bounds=bounds,
             buffers=StepMetadata.allocate(bounds, self.shape, bounds.max_tokens, device),
-            pools=KVPools.allocate(layers, bounds, dtype, device),
+            pools=pools or KVPools.allocate(layers, bounds, dtype, device),
             workspace=Workspace.allocate(layers, bounds, self.shape, dtype, device),
         )
 

@@ -44,6 +44,10 @@ class Stream(Protocol):
         """Later work runs after what the caller has enqueued elsewhere, such as new weights."""
         ...
 
+    def precede(self) -> None:
+        """What the caller enqueues elsewhere from now on runs after everything submitted so far."""
+        ...
+
 
 class _Done:
     """The marker of a queue that runs everything at once."""
@@ -71,6 +75,9 @@ class HostStream:
         return _Done()
 
     def join(self) -> None:
+        """Everything has run."""
+
+    def precede(self) -> None:
         """Everything has run."""
 
 
@@ -110,6 +117,10 @@ class CudaStream:
     def join(self) -> None:
         """Wait, on the device, for the caller's current stream."""
         self.cuda.wait_stream(torch.cuda.current_stream(self.cuda.device))
+
+    def precede(self) -> None:
+        """Let the caller's current stream wait, on the device."""
+        torch.cuda.current_stream(self.cuda.device).wait_stream(self.cuda)
 
 
 def open_stream(device: torch.device) -> HostStream | CudaStream:

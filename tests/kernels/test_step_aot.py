@@ -77,7 +77,7 @@ KERNELS = {
         "rows_from_lengths",
         "_rows_kernel",
         {"MAX_DRAFTS": 3, "HAS_PREFILL": True, "ROWS": 1024},
-        registers=64,
+        registers=80,
     ),
     "scan": Kernel(
         "prepare",

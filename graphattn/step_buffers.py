@@ -1,0 +1,388 @@
+"""StepBuffers: static metadata and paged attention for an engine of one's own.
+
+The caller keeps its loop, scheduler, sampler, page table and model. Its step is a function that
+first calls `prepare_lengths`, then `attend` in every attention layer; both can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphattn.attention import check_layers
+from graphattn.bounds import Bounds
+from graphattn.dcp import DCP
+from graphattn.errors import wrong
+from graphattn.groups import Group, VirtualGroup
+from graphattn.kernels import ops
+from graphattn.memory import ModelMemory
+from graphattn.metadata import StepMetadata, StepRows
+from graphattn.models.contract import AttentionLayer
+from graphattn.pages import KVPools
+from graphattn.view import ModelStep
+
+Pools = Sequence[Sequence[Tensor]]  # per layer (k, v), or (latent,)
+
+HUGE_ID = 2**30  # out of bounds wherever it is taken for an index
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the views of all buckets have in common."""
+
+    memory: ModelMemory
+    rows: StepRows  # written by `prepare_lengths`
+    own_slots: Tensor  # [B] int32: row r has slot r
+    dtype: torch.dtype  # of q, k and v
+    group: Group | None
+
+
+class StepBuffers(ModelStep):
+    """All device memory of a step: metadata, workspaces, and KV pools and page table if wanted.
+
+    Allocated once from `bounds` and never regrown; `narrow` gives the views of a smaller bucket of
+    the same memory, so that steps of all sizes, captured or not, share it and run one at a time.
+
+    A step has T token places. The tokens of row 0 come first, then those of row 1, and so on;
+    places past the last row are padding. `prepare_lengths` takes how many places each row has, from
+    tensors that the caller writes between steps, and derives all else *on the device*:
+
+        positions [T] int64        position of each token in its sequence; 0 at padding
+        logits_token [L] int64     places whose logits are wanted: `x[buffers.logits_token]`
+
+    A row has logits places of its own, rows in order: as many as it has places, at most
+    1 + max_drafts. `metadata.logits_start` [B + 1] has the first of each; where every used row has
+    one, the i-th used row has the i-th.
+
+    `attend` writes K and V of the step's tokens into the pages of their rows, then attends: each
+    token sees the tokens of its row up to itself. Padding places write nothing and get exactly 0.
+
+    It is also a `ModelStep`, so a model of the step contract, adapters included, runs on it; with
+    `prepare_lengths`, `input_ids` is 0 everywhere until the caller copies its ids into it.
+    """
+
+    def __init__(self, shared: _Shared, tokens: int, *, mixed: bool) -> None:
+        """See `allocate` and `narrow`."""
+        self._steps = shared.memory.narrow(tokens)
+        super().__init__(self._steps, shared.memory.attention, mixed=mixed)
+        self._shared, self._tokens = shared, tokens
+
+    @staticmethod
+    def allocate(
+        bounds: Bounds,
+        layers: Sequence[AttentionLayer],
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        page_table: Tensor | None = None,
+        pools: Pools | None = None,
+        dcp: DCP | None = None,
+    ) -> StepBuffers:
+        """Buffers of the largest step, `bounds.max_tokens` places, prefill and decode mixed.
+
+        Args:
+            bounds: see `Bounds`; with `dcp`, its `dcp_size` and `interleave` are those of `dcp`.
+            layers: geometry of each attention layer, in the order of `attend`'s index.
+            dtype: float32, bfloat16 or float16; of q, k, v, pools and outputs.
+            device: of every tensor.
+            page_table: int32 [slots, columns] of the caller: the pages of the sequence that each
+                slot holds, in order; contiguous rows, at least `bounds.pages_per_seq` columns.
+                Entries are needed up to the sequence's length. Default: zeros
+                [max_batch, pages_per_seq] for the caller to write into.
+            pools: of the caller, (k, v) of each layer, each
+                [num_pages, num_kv_heads, page_size, head_dim], or (latent,) of a latent layer,
+                [num_pages, page_size, head_dim]. Any strides with a contiguous last dimension: a
+                cache laid out as [num_pages, page_size, heads, head_dim] is passed as its
+                `transpose(1, 2)`. Default: allocated here. None with a `VirtualGroup`.
+            dcp: shard the KV cache of every sequence over a group of ranks; see docs/dcp.md.
+
+        The caller's tensors stay the caller's: kept alive, written only where `attend` says, never
+        moved. Raises `ConfigError` naming the argument, or `UnsupportedModelError` for a geometry
+        that the kernels do not cover.
+        """
+        layers, device = tuple(layers), torch.device(device)
+        check_layers(layers)
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise wrong("dtype", "float32, bfloat16 or float16", dtype, "Pass that of K and V.")
+        _check_dcp(bounds, dcp)
+        if page_table is None:
+            size = (bounds.max_batch, bounds.pages_per_seq)
+            page_table = torch.zeros(size, dtype=torch.int32, device=device)
+        _check_page_table(page_table, bounds, device)
+        own_pools = None if pools is None else _own_pools(pools, layers, bounds, dtype, device, dcp)
+        rows = _rows(bounds, page_table)
+        group = None if dcp is None else dcp.open()
+        memory = ModelMemory(
+            layers,
+            bounds,
+            page_table,
+            rows.slot_of_row,
+            dtype=dtype,
+            group=group,
+            reduce="ag_rs" if dcp is None else dcp.reduce,
+            pools=own_pools,
+        )
+        own_slots = torch.arange(bounds.max_batch, dtype=torch.int32, device=device)
+        shared = _Shared(memory, rows, own_slots, dtype, group)
+        return StepBuffers(shared, bounds.max_tokens, mixed=True)
+
+    def narrow(self, tokens: int, *, mixed: bool = True) -> StepBuffers:
+        """Views for a step of `tokens` places, at most those of `bounds.max_tokens`.
+
+        `mixed=False` is a step of decode rows only, which launches less: rows have at most
+        `1 + bounds.max_drafts` places there. Nothing is allocated.
+        """
+        most = self.bounds.max_tokens
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= most:
+            raise wrong("tokens", f"an integer in 1..{most}", tokens, "Raise bounds.max_tokens.")
+        return StepBuffers(self._shared, tokens, mixed=mixed)
+
+    @property
+    def bounds(self) -> Bounds:
+        """What the buffers were sized from."""
+        return self._shared.memory.bounds
+
+    @property
+    def page_table(self) -> Tensor:
+        """int32 [slots, columns]; the caller writes it."""
+        return self._shared.rows.page_table
+
+    @property
+    def metadata(self) -> StepMetadata:
+        """What was derived for this process's (first) rank, for kernels of one's own; the meaning
+        of each field is in `graphattn/kernels/ops.py`, under `prepare`."""
+        return self._steps[0]
+
+    def prepare_lengths(
+        self,
+        query_len: Tensor,
+        context_len: Tensor,
+        *,
+        slot_of_row: Tensor | None = None,
+        prefill: Tensor | None = None,
+    ) -> None:
+        """Derive the metadata of a step from lengths; the first thing in a step.
+
+        All int32 [max_batch], contiguous, on the device, one entry per row:
+
+        query_len    token places of the row in this step; 0: the row is not used
+        context_len  tokens of its sequence whose K and V are in its pages already
+        slot_of_row  its row of the page table; no two rows with places share one.
+                     Default: row r has slot r
+        prefill      nonzero: the row is a chunk of a prompt. Rows of more than 1 + max_drafts
+                     places always are. A chunk has logits at its last place; a decode row at all of
+                     its places, those after the first being drafts
+
+        Only contents are read, when the step runs: write new ones (`copy_`) between steps, capture
+        once. A row whose slot is not in the table or whose context is not below `max_seq_len` has
+        no tokens; tokens past `max_seq_len` do not exist; rows are cut where the places of the step
+        end. To be exactly repeatable, rows of one sequence should be of one kind whatever else is
+        in the step, which the default is.
+        """
+        for name, tensor in (
+            ("query_len", query_len),
+            ("context_len", context_len),
+            ("slot_of_row", slot_of_row),
+            ("prefill", prefill),
+        ):
+            if tensor is not None:
+                self._check_row_tensor(name, tensor)
+        rows, bounds = self._shared.rows, self.bounds
+        if slot_of_row is None and rows.page_table.shape[0] < bounds.max_batch:
+            raise wrong(
+                "slot_of_row",
+                f"a tensor, since the page table has fewer rows than max_batch {bounds.max_batch}",
+                None,
+                "Pass the row of the page table that each row uses.",
+            )
+        ops.rows_from_lengths(
+            query_len,
+            context_len,
+            self._shared.own_slots if slot_of_row is None else slot_of_row,
+            prefill if self._mixed else None,
+            rows.slot_of_row,
+            rows.query_len,
+            rows.context_len,
+            rows.seq_len,
+            rows.prompt_len,
+            rows.draft_count,
+            self._tokens,
+            self._tokens if self._mixed else bounds.decode_query_len,
+            bounds.max_drafts,
+            bounds.max_seq_len,
+        )
+        self._shared.memory.prepare(self._steps, rows)
+
+    def prepare_slots(self, rows: StepRows) -> None:
+        """Derive the metadata of a step from slot state, as the engine does: instead of
+        `prepare_lengths`, for a caller whose state lives on the device by slot.
+
+        `rows` has the fields of `prepare` in `graphattn/kernels/ops.py`; its `page_table` is that
+        of these buffers, and `history` [slots, max_seq_len] gives `input_ids`.
+        """
+        if rows.page_table is not self.page_table:
+            raise wrong(
+                "rows.page_table",
+                "the page table of these buffers",
+                f"another of shape {list(rows.page_table.shape)}",
+                "Pass it to StepBuffers.allocate(page_table=...).",
+            )
+        self._shared.rows.slot_of_row.copy_(rows.slot_of_row)
+        self._shared.memory.prepare(self._steps, rows)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Write K and V of the step's tokens into their pages, then attend.
+
+        q [T, num_q_heads, head_dim], k and v [T, num_kv_heads, head_dim], rotated if they are to
+        be; any strides with a contiguous last dimension. Returns [T, num_q_heads, head_dim] in a
+        buffer that the next `attend` of any layer overwrites: use it, or copy it, before.
+        """
+        spec = self._layer(layer)
+        self._check_values("q", q, (self._tokens, spec.num_q_heads, spec.head_dim))
+        self._check_values("k", k, (self._tokens, spec.num_kv_heads, spec.head_dim))
+        self._check_values("v", v, (self._tokens, spec.num_kv_heads, spec.head_dim))
+        return super().attend(layer, q, k, v)
+
+    def attend_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
+        """`attend` of a latent layer: q [T, num_q_heads, head_dim] in the space of the latents,
+        latent [T, head_dim]. Returns [T, num_q_heads, value_dim] in a buffer as of `attend`."""
+        spec = self._layer(layer)
+        self._check_values("q", q, (self._tokens, spec.num_q_heads, spec.head_dim))
+        self._check_values("latent", latent, (self._tokens, spec.head_dim))
+        return super().attend_latent(layer, q, latent)
+
+    def pools(self) -> dict[str, Tensor]:
+        """KV pools by name, for `Graph(untouched=...)` and `verify(watch=...)`."""
+        return self._shared.memory.pools()
+
+    def spoil(self) -> None:
+        """Fill all that a step derives or computes here with NaN and ids out of range, to show that
+        the next step relies on none of it (`verify(poison=buffers.spoil)`)."""
+        for tensor in self._shared.memory.scratch().values():
+            tensor.fill_(float("nan") if tensor.is_floating_point() else HUGE_ID)
+
+    def close(self) -> None:
+        """Leave the group of `dcp`, after the graphs that hold its collectives were closed; for all
+        views of these buffers. Without `dcp`, or again: nothing."""
+        if self._shared.group is not None:
+            self._shared.group.close()
+
+    def _layer(self, layer: int) -> AttentionLayer:
+        layers = self._shared.memory.attention.layers
+        if not isinstance(layer, int) or not 0 <= layer < len(layers):
+            raise wrong("layer", f"an index in 0..{len(layers) - 1}", layer, "Count from 0.")
+        return layers[layer]
+
+    def _check_values(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        _check_tensor(name, tensor, self._shared.dtype, self.page_table.device)
+        heads_may_be_sharded = name == "q" and self._shared.group is not None
+        if tensor.shape != shape and not heads_may_be_sharded:
+            raise wrong(name, f"shape {list(shape)}", list(tensor.shape), "T comes first.")
+        if tensor.stride(-1) != 1:
+            raise wrong(
+                name, "a contiguous last dimension", tensor.stride(), "Call contiguous() before."
+            )
+
+    def _check_row_tensor(self, name: str, tensor: Tensor) -> None:
+        _check_tensor(name, tensor, torch.int32, self.page_table.device)
+        if tensor.shape != (self.bounds.max_batch,) or not tensor.is_contiguous():
+            raise wrong(
+                name,
+                f"a contiguous [max_batch] = [{self.bounds.max_batch}]",
+                f"{list(tensor.shape)} with strides {tensor.stride()}",
+                "One entry per row place; unused rows have query length 0.",
+            )
+
+
+def _rows(bounds: Bounds, page_table: Tensor) -> StepRows:
+    """Rows and slot state for a caller who has lengths only: nobody finishes, no token is known."""
+    slots, device = page_table.shape[0], page_table.device
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    return StepRows(
+        slot_of_row=zeros(bounds.max_batch),
+        query_len=zeros(bounds.max_batch),
+        context_len=zeros(slots),
+        seq_len=zeros(slots),
+        prompt_len=zeros(slots),
+        finish=zeros(slots),
+        history=zeros(1, bounds.max_seq_len).expand(slots, -1),
+        draft_tokens=zeros(slots, max(bounds.max_drafts, 1)),
+        draft_count=zeros(slots),
+        page_table=page_table,
+    )
+
+
+def _own_pools(
+    pools: Pools,
+    layers: Sequence[AttentionLayer],
+    bounds: Bounds,
+    dtype: torch.dtype,
+    device: torch.device,
+    dcp: DCP | None,
+) -> KVPools:
+    """The caller's pools, checked."""
+    if dcp is not None and isinstance(dcp.group, VirtualGroup):
+        raise wrong("pools", "None with a VirtualGroup", "pools", "Each of its ranks needs pools.")
+    if len(pools) != len(layers):
+        raise wrong(
+            "pools", f"one entry for each of {len(layers)} layers", len(pools), "See `layers`."
+        )
+    for i, (layer, tensors) in enumerate(zip(layers, pools, strict=True)):
+        pages = (bounds.num_pages,)
+        entry = (bounds.page_size, layer.head_dim)
+        shape = (*pages, *entry) if layer.value_dim else (*pages, layer.num_kv_heads, *entry)
+        if len(tensors) != (1 if layer.value_dim else 2):
+            kind = "(latent,)" if layer.value_dim else "(k, v)"
+            raise wrong(f"pools[{i}]", kind, f"{len(tensors)} tensors", "See `pools`.")
+        for j, tensor in enumerate(tensors):
+            name = f"pools[{i}][{j}]"
+            _check_tensor(name, tensor, dtype, device)
+            if tensor.shape != shape or tensor.stride(-1) != 1:
+                raise wrong(
+                    name,
+                    f"{list(shape)} with a contiguous last dimension",
+                    f"{list(tensor.shape)} with strides {tensor.stride()}",
+                    "Sizes are those of `bounds` and the layer; pass a view of that shape.",
+                )
+    return KVPools(
+        keys=tuple(
+            x[0].unsqueeze(1) if y.value_dim else x[0] for x, y in zip(pools, layers, strict=True)
+        ),
+        values=tuple(None if y.value_dim else x[1] for x, y in zip(pools, layers, strict=True)),
+    )
+
+
+def _check_page_table(page_table: Tensor, bounds: Bounds, device: torch.device) -> None:
+    _check_tensor("page_table", page_table, torch.int32, device)
+    fits = page_table.dim() == 2 and page_table.shape[1] >= bounds.pages_per_seq
+    if not fits or page_table.stride(1) != 1:
+        raise wrong(
+            "page_table",
+            f"[slots, at least {bounds.pages_per_seq} columns] with contiguous rows",
+            f"{list(page_table.shape)} with strides {page_table.stride()}",
+            "Widen it to bounds.pages_per_seq, or lower bounds.max_seq_len.",
+        )
+
+
+def _check_tensor(name: str, tensor: object, dtype: torch.dtype, device: torch.device) -> None:
+    if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.device.type != device.type:
+        got = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else tensor
+        raise wrong(name, f"a tensor of {dtype} on {device}", got, "Convert it before the step.")
+
+
+def _check_dcp(bounds: Bounds, dcp: DCP | None) -> None:
+    wanted = (1, 1) if dcp is None else (dcp.size, dcp.interleave)
+    got = (bounds.dcp_size, bounds.interleave)
+    if bounds.dcp_size != wanted[0] or (dcp is not None and got != wanted):
+        raise wrong(
+            "bounds.dcp_size, bounds.interleave",
+            f"{wanted}, as `dcp` has them",
+            got,
+            "Make them equal.",
+        )
