@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graphattn.arguments import INT32, Arguments
 from graphattn.attention import check_layers
 from graphattn.bounds import Bounds
 from graphattn.dcp import DCP
@@ -111,8 +112,16 @@ class StepBuffers(ModelStep):
         if page_table is None:
             size = (bounds.max_batch, bounds.pages_per_seq)
             page_table = torch.zeros(size, dtype=torch.int32, device=device)
-        _check_page_table(page_table, bounds, device)
-        own_pools = None if pools is None else _own_pools(pools, layers, bounds, dtype, device, dcp)
+        args = Arguments()
+        args.take("page_table", page_table, ("slots", "columns"), INT32)
+        if page_table.device.type != device.type or page_table.shape[1] < bounds.pages_per_seq:
+            raise wrong(
+                "page_table",
+                f"at least {bounds.pages_per_seq} columns on {device}",
+                f"{page_table.shape[1]} on {page_table.device}",
+                "Widen it to bounds.pages_per_seq, or lower bounds.max_seq_len.",
+            )
+        own_pools = None if pools is None else _own_pools(pools, layers, bounds, dtype, args, dcp)
         rows = _rows(bounds, page_table)
         group = None if dcp is None else dcp.open()
         memory = ModelMemory(
@@ -182,15 +191,11 @@ class StepBuffers(ModelStep):
         end. To be exactly repeatable, rows of one sequence should be of one kind whatever else is
         in the step, which the default is.
         """
-        for name, tensor in (
-            ("query_len", query_len),
-            ("context_len", context_len),
-            ("slot_of_row", slot_of_row),
-            ("prefill", prefill),
-        ):
-            if tensor is not None:
-                self._check_row_tensor(name, tensor)
-        rows, bounds = self._shared.rows, self.bounds
+        rows, bounds, args = self._shared.rows, self.bounds, self._arguments()
+        lengths = {"query_len": query_len, "context_len": context_len}
+        others = {"slot_of_row": slot_of_row, "prefill": prefill}
+        for name, tensor in (lengths | {k: v for k, v in others.items() if v is not None}).items():
+            args.take(name, tensor, (bounds.max_batch,), INT32, "contiguous")
         if slot_of_row is None and rows.page_table.shape[0] < bounds.max_batch:
             raise wrong(
                 "slot_of_row",
@@ -241,17 +246,14 @@ class StepBuffers(ModelStep):
         buffer that the next `attend` of any layer overwrites: use it, or copy it, before.
         """
         spec = self._layer(layer)
-        self._check_values("q", q, (self._tokens, spec.num_q_heads, spec.head_dim))
-        self._check_values("k", k, (self._tokens, spec.num_kv_heads, spec.head_dim))
-        self._check_values("v", v, (self._tokens, spec.num_kv_heads, spec.head_dim))
+        self._take_values(spec, (spec.num_kv_heads, spec.head_dim), q=q, k=k, v=v)
         return super().attend(layer, q, k, v)
 
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
         """`attend` of a latent layer: q [T, num_q_heads, head_dim] in the space of the latents,
         latent [T, head_dim]. Returns [T, num_q_heads, value_dim] in a buffer as of `attend`."""
         spec = self._layer(layer)
-        self._check_values("q", q, (self._tokens, spec.num_q_heads, spec.head_dim))
-        self._check_values("latent", latent, (self._tokens, spec.head_dim))
+        self._take_values(spec, (spec.head_dim,), q=q, latent=latent)
         return super().attend_latent(layer, q, latent)
 
     def pools(self) -> dict[str, Tensor]:
@@ -276,25 +278,19 @@ class StepBuffers(ModelStep):
             raise wrong("layer", f"an index in 0..{len(layers) - 1}", layer, "Count from 0.")
         return layers[layer]
 
-    def _check_values(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-        _check_tensor(name, tensor, self._shared.dtype, self.page_table.device)
-        heads_may_be_sharded = name == "q" and self._shared.group is not None
-        if tensor.shape != shape and not heads_may_be_sharded:
-            raise wrong(name, f"shape {list(shape)}", list(tensor.shape), "T comes first.")
-        if tensor.stride(-1) != 1:
-            raise wrong(
-                name, "a contiguous last dimension", tensor.stride(), "Call contiguous() before."
-            )
+    def _take_values(self, spec: AttentionLayer, entry: tuple[int, ...], **tensors: Tensor) -> None:
+        """Check q, whose heads DCP may share out, and what each token leaves in the cache."""
+        args = self._arguments()
+        heads = spec.num_q_heads if self._shared.group is None else "Hq"
+        for name, tensor in tensors.items():
+            layout = (heads, spec.head_dim) if name == "q" else entry
+            args.take(name, tensor, (self._tokens, *layout), (self._shared.dtype,))
 
-    def _check_row_tensor(self, name: str, tensor: Tensor) -> None:
-        _check_tensor(name, tensor, torch.int32, self.page_table.device)
-        if tensor.shape != (self.bounds.max_batch,) or not tensor.is_contiguous():
-            raise wrong(
-                name,
-                f"a contiguous [max_batch] = [{self.bounds.max_batch}]",
-                f"{list(tensor.shape)} with strides {tensor.stride()}",
-                "One entry per row place; unused rows have query length 0.",
-            )
+    def _arguments(self) -> Arguments:
+        """A check of tensors, which must lie where the page table lies."""
+        args = Arguments()
+        args.take("page_table", self.page_table, ("slots", "columns"), INT32)
+        return args
 
 
 def _rows(bounds: Bounds, page_table: Tensor) -> StepRows:
@@ -323,7 +319,7 @@ def _own_pools(
     layers: Sequence[AttentionLayer],
     bounds: Bounds,
     dtype: torch.dtype,
-    device: torch.device,
+    args: Arguments,
     dcp: DCP | None,
 ) -> KVPools:
     """The caller's pools, checked."""
@@ -341,39 +337,13 @@ def _own_pools(
             kind = "(latent,)" if layer.value_dim else "(k, v)"
             raise wrong(f"pools[{i}]", kind, f"{len(tensors)} tensors", "See `pools`.")
         for j, tensor in enumerate(tensors):
-            name = f"pools[{i}][{j}]"
-            _check_tensor(name, tensor, dtype, device)
-            if tensor.shape != shape or tensor.stride(-1) != 1:
-                raise wrong(
-                    name,
-                    f"{list(shape)} with a contiguous last dimension",
-                    f"{list(tensor.shape)} with strides {tensor.stride()}",
-                    "Sizes are those of `bounds` and the layer; pass a view of that shape.",
-                )
+            args.take(f"pools[{i}][{j}]", tensor, shape, (dtype,), written=True)
     return KVPools(
         keys=tuple(
             x[0].unsqueeze(1) if y.value_dim else x[0] for x, y in zip(pools, layers, strict=True)
         ),
         values=tuple(None if y.value_dim else x[1] for x, y in zip(pools, layers, strict=True)),
     )
-
-
-def _check_page_table(page_table: Tensor, bounds: Bounds, device: torch.device) -> None:
-    _check_tensor("page_table", page_table, torch.int32, device)
-    fits = page_table.dim() == 2 and page_table.shape[1] >= bounds.pages_per_seq
-    if not fits or page_table.stride(1) != 1:
-        raise wrong(
-            "page_table",
-            f"[slots, at least {bounds.pages_per_seq} columns] with contiguous rows",
-            f"{list(page_table.shape)} with strides {page_table.stride()}",
-            "Widen it to bounds.pages_per_seq, or lower bounds.max_seq_len.",
-        )
-
-
-def _check_tensor(name: str, tensor: object, dtype: torch.dtype, device: torch.device) -> None:
-    if not isinstance(tensor, Tensor) or tensor.dtype != dtype or tensor.device.type != device.type:
-        got = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else tensor
-        raise wrong(name, f"a tensor of {dtype} on {device}", got, "Convert it before the step.")
 
 
 def _check_dcp(bounds: Bounds, dcp: DCP | None) -> None:

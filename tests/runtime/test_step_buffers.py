@@ -208,16 +208,19 @@ POOL = torch.zeros(70, 2, 4, DIM)
     ("changes", "message"),
     [
         ({"dtype": torch.int8}, "dtype: wanted float32"),
-        ({"page_table": torch.zeros(4, 10)}, "page_table: wanted"),
-        ({"page_table": torch.zeros(4, 9).int()}, "page_table: wanted .* at least 10 columns"),
-        ({"page_table": torch.zeros(10, 4).int().T}, "page_table: wanted .* contiguous rows"),
+        ({"page_table": torch.zeros(4, 10)}, "page_table: wanted int32"),
+        ({"page_table": torch.zeros(4, 9).int()}, "page_table: wanted at least 10 columns"),
+        (
+            {"page_table": torch.zeros(10, 4).int().T},
+            "page_table: wanted a contiguous last dimension",
+        ),
         ({"pools": [(POOL, POOL)]}, "pools: wanted one entry for each of 2 layers"),
         ({"pools": [(POOL, POOL), (POOL,)]}, r"pools\[1\]: wanted \(k, v\)"),
         (
             {"pools": 2 * [(POOL, POOL.half())]},
-            r"pools\[0\]\[1\]: wanted a tensor of torch.float32",
+            r"pools\[0\]\[1\]: wanted float32",
         ),
-        ({"pools": 2 * [(POOL[1:], POOL)]}, r"pools\[0\]\[0\]: wanted \[70, 2, 4, 12\]"),
+        ({"pools": 2 * [(POOL[1:], POOL)]}, r"pools\[0\]\[0\]: wanted shape \[70, 2, 4, 12\]"),
         ({"dcp": graphattn.DCP(graphattn.VirtualGroup(2))}, "bounds.dcp_size, bounds.interleave"),
         ({"bounds": Bounds(4, 40, 20, 4, 70, dcp_size=2)}, "bounds.dcp_size, bounds.interleave"),
     ],
@@ -242,10 +245,10 @@ def test_bad_geometry_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"query_len": ints(1, 1, 1)}, r"query_len: wanted a contiguous \[max_batch\] = \[4\]"),
-        ({"query_len": ints(1, 1, 1, 1).long()}, "query_len: wanted a tensor of torch.int32"),
-        ({"context_len": [0, 0, 0, 0]}, "context_len: wanted a tensor of torch.int32"),
-        ({"prefill": torch.zeros(8).int()[::2]}, "prefill: wanted a contiguous"),
+        ({"query_len": ints(1, 1, 1)}, r"query_len: wanted shape \[4\]"),
+        ({"query_len": ints(1, 1, 1, 1).long()}, "query_len: wanted int32"),
+        ({"context_len": [0, 0, 0, 0]}, "context_len: wanted a tensor"),
+        ({"prefill": torch.zeros(8).int()[::2]}, "prefill: wanted contiguous memory"),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
@@ -272,7 +275,7 @@ def test_bad_steps_and_values_are_refused() -> None:
             buffers.attend(layer, q, k, k)
     with pytest.raises(ConfigError, match=r"q: wanted shape \[20, 6, 12\]"):
         buffers.attend(0, q[:19], k, k)
-    with pytest.raises(ConfigError, match=r"k: wanted a tensor of torch.float32"):
+    with pytest.raises(ConfigError, match=r"k: wanted float32"):
         buffers.attend(0, q, k.half(), k)
     with pytest.raises(ConfigError, match=r"v: wanted a contiguous last dimension"):
         buffers.attend(0, q, k, torch.zeros(20, DIM, 2).transpose(1, 2))
