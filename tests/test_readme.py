@@ -17,6 +17,19 @@ def test_the_lines_under_use_run(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.startswith("[")
 
 
+def test_the_blocks_of_own_engine_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    """As somebody would type them, one after the other."""
+    page = ROOT / "docs" / "own-engine.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    assert len(blocks) >= 8
+    names: dict[str, object] = {}
+    for i, block in enumerate(blocks):
+        exec(compile(block, f"{page.name}, block {i}", "exec"), names)
+    out = capsys.readouterr().out
+    assert "audit: nothing that a CUDA graph cannot hold" in out
+    assert "verify: replay equals eager bit for bit" in out
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_named_files_exist(page: Path) -> None:
     text = page.read_text()
