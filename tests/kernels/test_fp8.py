@@ -6,6 +6,7 @@ among them every tie between neighbours, the subnormals, and what is beyond the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -34,7 +35,7 @@ def every_value(dtype: torch.dtype) -> Tensor:
 def around_ties() -> Tensor:
     """fp32: each midpoint of neighbouring values, and what lies next to it on both sides."""
     values = [decode_byte_ref(byte) for byte in FINITE]
-    ties = torch.tensor([(a + b) / 2 for a, b in zip(values, values[1:], strict=False)])
+    ties = torch.tensor([(a + b) / 2 for a, b in itertools.pairwise(values)])
     up, down = (torch.nextafter(ties, torch.tensor(x)) for x in (math.inf, 0.0))
     beyond = torch.tensor([448.0, 463.99, 464.0, 465.0, 480.0, 1e30, math.inf, 1e-30, 1e-45, 0.0])
     positive = torch.cat([ties, up, down, beyond])
