@@ -25,7 +25,7 @@ from graphattn.kernels.tiles import (
 )
 from graphattn.metadata import StepMetadata, WorkShape, window_groups
 from graphattn.models.contract import AttentionLayer
-from graphattn.pages import KVPools
+from graphattn.pages import FP8, KVPools
 
 MAX_SPLITS = 32  # of a decode row; bounds the partials whatever the context length
 
@@ -38,12 +38,20 @@ def work_shape(
     page_size: int,
     decode_query_len: int,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype,
     device: torch.device,
 ) -> WorkShape:
     """One cut of the work for all layers: the coarsest chunk, the smallest query block."""
     arch = arch_of(device)
     tiles = [
-        layer_tiles(x, arch, page_size=page_size, decode_query_len=decode_query_len, dtype=dtype)
+        layer_tiles(
+            x,
+            arch,
+            page_size=page_size,
+            decode_query_len=decode_query_len,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+        )
         for x in layers
     ]
     return WorkShape(
@@ -56,7 +64,13 @@ def work_shape(
 
 
 def layer_tiles(
-    layer: AttentionLayer, arch: str, *, page_size: int, decode_query_len: int, dtype: torch.dtype
+    layer: AttentionLayer,
+    arch: str,
+    *,
+    page_size: int,
+    decode_query_len: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionTiles:
     """Tiles of one layer on an architecture; see `kernels/tiles.py`."""
     if layer.value_dim:
@@ -68,6 +82,7 @@ def layer_tiles(
             decode_query_len=decode_query_len,
             page_size=page_size,
             dtype=dtype,
+            kv_dtype=kv_dtype,
         )
     return attention_tiles(
         arch,
@@ -76,11 +91,12 @@ def layer_tiles(
         decode_query_len=decode_query_len,
         page_size=page_size,
         dtype=dtype,
+        kv_dtype=kv_dtype,
     )
 
 
 def partial_traffic(
-    layer: AttentionLayer, chunk: int, decode_query_len: int, dtype: torch.dtype
+    layer: AttentionLayer, chunk: int, decode_query_len: int, kv_dtype: torch.dtype
 ) -> float:
     """Bytes of partials over bytes of KV of a split decode row, at the smallest split.
 
@@ -88,7 +104,7 @@ def partial_traffic(
     once each.
     """
     partials = 2 * 4 * decode_query_len * layer.num_q_heads * (layer.out_dim + 1)
-    return partials / (chunk * layer.entry_values * dtype.itemsize)
+    return partials / (chunk * layer.entry_values * kv_dtype.itemsize)
 
 
 def check_layers(layers: Sequence[AttentionLayer]) -> None:
@@ -108,6 +124,9 @@ def check_layers(layers: Sequence[AttentionLayer]) -> None:
             raise UnsupportedModelError(
                 f"layer {i}: head size {x.head_dim}; supported: 1 to {MAX_HEAD_DIM}"
             )
+        _check_scale(i, "k_scale", x.k_scale, (1, x.num_kv_heads))
+        _check_scale(i, "v_scale", x.v_scale, (1, x.num_kv_heads))
+        _check_scale(i, "latent_scale", x.latent_scale, ())
 
 
 def _check_latent(index: int, layer: AttentionLayer) -> None:
@@ -126,6 +145,22 @@ def _check_latent(index: int, layer: AttentionLayer) -> None:
         )
     if layer.softcap or layer.sinks is not None:
         raise UnsupportedModelError(f"{name} with a soft-cap or sinks is not supported")
+    _check_scale(index, "k_scale", layer.k_scale, ())
+    _check_scale(index, "v_scale", layer.v_scale, ())
+    _check_scale(index, "latent_scale", layer.latent_scale, (2,))
+
+
+def _check_scale(index: int, name: str, scale: Tensor | None, sizes: tuple[int, ...]) -> None:
+    """`sizes`: of a scale that the layer may have."""
+    if scale is None:
+        return
+    fits = scale.dim() == 1 and scale.shape[0] in sizes and scale.is_contiguous()
+    if not fits or scale.dtype != torch.float32:
+        wanted = " or ".join(f"[{size}]" for size in sorted(set(sizes))) or "None"
+        raise UnsupportedModelError(
+            f"layer {index}: {name} of {scale.dtype} {list(scale.shape)}; "
+            f"wanted {wanted} of contiguous float32 values, or none"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +169,7 @@ class Workspace:
 
     partial_out: Tensor  # [B * S * Q * Hq * Dv] fp32: unmerged outputs of splits
     partial_lse: Tensor  # [B * S * Q * Hq] fp32
-    out: Tensor  # [T * Hq * Dv] in the KV dtype
+    out: Tensor  # [T * Hq * Dv] in the dtype of the queries
     lse: Tensor  # [T * Hq] fp32
 
     @staticmethod
@@ -269,9 +304,12 @@ class Attention:
         keys, values = shard.pools.keys[layer], shard.pools.values[layer]
         if values is None:
             latents = keys.squeeze(1)
-            ops.latent_write(*entry, step.kv_slot, latents)
-            ops.attend_latent(q, latents, *rows, *results, spec.scale, *limits)
+            scale = spec.latent_scale if keys.dtype == FP8 else None
+            ops.latent_write(*entry, step.kv_slot, latents, scale, spec.value_dim)
+            ops.attend_latent(q, latents, *rows, *results, spec.scale, *limits, scale)
         else:
-            ops.kv_write(*entry, step.kv_slot, keys, values)
-            ops.attend(q, keys, values, *rows, sinks, *results, spec.scale, spec.softcap, *limits)
+            scales = (spec.k_scale, spec.v_scale) if keys.dtype == FP8 else (None, None)
+            options = (spec.scale, spec.softcap)
+            ops.kv_write(*entry, step.kv_slot, keys, values, *scales)
+            ops.attend(q, keys, values, *rows, sinks, *results, *options, *limits, *scales)
         return out, lse

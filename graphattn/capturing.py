@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from graphattn.dcp import DCP
 from graphattn.draft import Speculation
 from graphattn.engine import Engine
@@ -26,6 +28,7 @@ def capture(
     memory_budget: int | None = None,
     buckets: Sequence[int] | None = None,
     backend: str = "auto",
+    kv_dtype: torch.dtype | None = None,
     dcp: DCP | None = None,
     speculate: Speculation | None = None,
     run_ahead: int = 2,
@@ -52,6 +55,9 @@ def capture(
         buckets: row counts for which a decode graph is captured, ascending, ending with
             `max_batch`. Default: powers of two.
         backend: "cuda", "host" (record and replay on a CPU), "eager" (no graph), or "auto".
+        kv_dtype: of the KV pages, the model's by default. torch.float8_e4m3fn holds twice the
+            tokens of bfloat16 in the same memory, with an error: docs/fp8.md. The scales are the
+            model's (`AttentionLayer`), 1 where it has none.
         dcp: shard the KV cache of every request over a group of ranks.
         speculate: `NGram(k)`, `DraftModel(model, k)` or `MTP(k)`: draft tokens, verified in the
             next step.
@@ -80,6 +86,7 @@ def capture(
             memory_budget=memory_budget,
             buckets=buckets,
             backend=backend,
+            kv_dtype=kv_dtype,
             dcp=dcp,
             speculate=speculate,
             run_ahead=run_ahead,

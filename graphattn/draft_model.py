@@ -62,6 +62,7 @@ class _ModelDrafter:
             memory.state.page_table,
             memory.inputs.slot_of_row,
             dtype=model.dtype,
+            kv_dtype=memory.kv_dtype,
             group=memory.group,
             reduce=memory.reduce,
         )

@@ -37,17 +37,21 @@ class ModelMemory:
         slot_of_row: Tensor,
         *,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
         group: Group | None,
         reduce: Reduce,
         pools: KVPools | None = None,
     ) -> None:
+        """`dtype`: of queries and outputs. `kv_dtype`: of the pages; None is `dtype`."""
         device = page_table.device
+        held = kv_dtype or dtype
         self.bounds = bounds
         self.shape = work_shape(
             layers,
             page_size=bounds.page_size,
             decode_query_len=bounds.decode_query_len,
             dtype=dtype,
+            kv_dtype=held,
             device=device,
         )
         parallel = (
@@ -56,7 +60,7 @@ class ModelMemory:
             else ContextParallel(group, reduce, layers, bounds.max_tokens, dtype, device)
         )
         self.shards = tuple(
-            self._shard(layers, replace(bounds, dcp_rank=rank), dtype, device, pools)
+            self._shard(layers, replace(bounds, dcp_rank=rank), dtype, held, device, pools)
             for rank in ((0,) if group is None else group.ranks)
         )
         self.attention = Attention(
@@ -73,13 +77,14 @@ class ModelMemory:
         layers: tuple[AttentionLayer, ...],
         bounds: Bounds,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
         pools: KVPools | None,
     ) -> Shard:
         return Shard(
             bounds=bounds,
             buffers=StepMetadata.allocate(bounds, self.shape, bounds.max_tokens, device),
-            pools=pools or KVPools.allocate(layers, bounds, dtype, device),
+            pools=pools or KVPools.allocate(layers, bounds, kv_dtype, device),
             workspace=Workspace.allocate(layers, bounds, self.shape, dtype, device),
         )
 
@@ -126,12 +131,13 @@ class StepMemory:
         model: StepModel,
         bounds: Bounds,
         *,
-        kv_dtype: torch.dtype,
+        kv_dtype: torch.dtype | None,
         device: torch.device,
         group: Group | None = None,
         reduce: Reduce = "ag_rs",
     ) -> None:
         self.bounds, self.group, self.reduce = bounds, group, reduce
+        self.kv_dtype = kv_dtype  # of all pages, a drafter's too; None: of each model's own dtype
         self.inputs = InputBlock(bounds, device)
         self.output = OutputBlock(bounds, device)
         self.state = SlotState.allocate(bounds, device)
@@ -142,7 +148,8 @@ class StepMemory:
             bounds,
             self.state.page_table,
             self.inputs.slot_of_row,
-            dtype=kv_dtype,
+            dtype=model.dtype,
+            kv_dtype=kv_dtype,
             group=group,
             reduce=reduce,
         )

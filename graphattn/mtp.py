@@ -96,6 +96,7 @@ class _MTPDrafter:
             memory.state.page_table,
             memory.inputs.slot_of_row,
             dtype=module.dtype,
+            kv_dtype=memory.kv_dtype,
             group=memory.group,
             reduce=memory.reduce,
         )

@@ -90,6 +90,7 @@ class EngineReport:
     max_tokens: int
     page_size: int
     num_pages: int
+    kv_dtype: str
     kv_bytes: int  # all pages
     kv_bytes_per_token: int
     partial_traffic: float  # bytes of partials over bytes of KV of split decode rows, at most
@@ -104,8 +105,8 @@ class EngineReport:
             f"graphattn engine: backend {self.backend} on {self.device}, "
             f"{self.max_batch} slots, sequences up to {self.max_seq_len}, "
             f"steps up to {self.max_tokens} tokens",
-            f"KV: {self.num_pages} pages of {self.page_size}, {_size(self.kv_bytes)}, "
-            f"{_size(self.kv_bytes_per_token)} per token; "
+            f"KV: {self.num_pages} pages of {self.page_size} in {self.kv_dtype}, "
+            f"{_size(self.kv_bytes)}, {_size(self.kv_bytes_per_token)} per token; "
             f"state and metadata {_size(self.state_bytes)}",
             f"splits of decode rows: partials at most {self.partial_traffic:.1%} of the KV traffic",
         ]
@@ -151,6 +152,7 @@ def engine_report(runner: Runner) -> EngineReport:
         max_tokens=bounds.max_tokens,
         page_size=bounds.page_size,
         num_pages=bounds.num_pages,
+        kv_dtype=str(memory.target.shards[0].pools.keys[0].dtype).removeprefix("torch."),
         kv_bytes=kv_bytes,
         kv_bytes_per_token=kv_bytes // (bounds.num_pages * bounds.page_size * ranks),
         partial_traffic=memory.target.partial_traffic(),

@@ -26,7 +26,7 @@ from graphattn.errors import UnsupportedModelError, wrong
 from graphattn.groups import Group
 from graphattn.memory import StepMemory
 from graphattn.models.contract import SlotTensor, StepModel, slot_tensors
-from graphattn.pages import page_bytes
+from graphattn.pages import FP8, page_bytes
 from graphattn.slots import check_slot_tensors, slot_bytes
 from graphattn.step import step_program
 from graphattn.stream import Stream
@@ -43,7 +43,7 @@ class EngineConfig:
     buckets: BucketSet
     backend: Backend
     device: torch.device
-    kv_dtype: torch.dtype
+    kv_dtype: torch.dtype | None  # of all pages; None: each model's own
     run_ahead: int  # steps that may be launched and unread
     max_queue: int  # requests that may wait for a slot
     dcp: DCP | None  # the KV cache is sharded over its group
@@ -71,6 +71,7 @@ class Options:
     speculate: Speculation | None
     prefix_reuse: bool
     prepack: bool
+    kv_dtype: torch.dtype | None = None
 
 
 def resolve(options: Options, model: StepModel) -> EngineConfig:
@@ -98,9 +99,10 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
             raise wrong(name, "True or False", getattr(options, name), "Pass a bool.")
     speculate = _speculation(options.speculate, model)
     drafts = 0 if speculate is None else speculate.k
-    per_page = page_bytes(layers, page_size, model.dtype)
+    kv_dtype = _kv_dtype(options.kv_dtype, model.dtype)
+    per_page = page_bytes(layers, page_size, kv_dtype or model.dtype)
     if speculate is not None:
-        per_page += page_bytes(speculate.kv_layers(), page_size, model.dtype)
+        per_page += page_bytes(speculate.kv_layers(), page_size, kv_dtype or model.dtype)
     pages = _num_pages(options, per_page, device)
     size, interleave = _parallel(options.dcp)
     longest = tokens_in_shard(pages * page_size, size, interleave)
@@ -123,7 +125,7 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         buckets=resolve_buckets(bounds, options.buckets),
         backend=backend,
         device=device,
-        kv_dtype=model.dtype,
+        kv_dtype=kv_dtype,
         run_ahead=run_ahead,
         dcp=options.dcp,
         speculate=speculate,
@@ -223,6 +225,19 @@ def _parallel(dcp: DCP | None) -> tuple[int, int]:
     if not isinstance(dcp, DCP):
         raise wrong("dcp", "graphattn.DCP(group, ...)", dcp, "Wrap the process group.")
     return dcp.size, dcp.interleave
+
+
+def _kv_dtype(kv_dtype: object, own: torch.dtype) -> torch.dtype | None:
+    if kv_dtype is None or kv_dtype == own:
+        return None
+    if kv_dtype != FP8:
+        raise wrong(
+            "kv_dtype",
+            f"torch.float8_e4m3fn, or the model's {own}",
+            kv_dtype,
+            "Leave it out, or see docs/fp8.md.",
+        )
+    return FP8
 
 
 def _speculation(speculate: Speculation | None, model: StepModel) -> Speculation | None:

@@ -78,6 +78,15 @@ _LATENT: dict[str, dict[int, tuple[int, int, int]]] = {
     "sm_100": {16: (8, 2, 64), 32: (8, 2, 64), 64: (8, 2, 64)},
     **{arch: {16: (8, 2, 64)} for arch in ("sm_86", "sm_89", "sm_120", "sm_121")},
 }
+# FP8 entries are cast in registers before they are multiplied. Where all of a block goes through
+# them, in tiles of 16 rows, 32 positions are what fits beside the 512 values of an entry; on sm_80,
+# which has no cast, that is the only tile without spills.
+_LATENT_FP8: dict[str, dict[int, tuple[int, int, int]]] = {
+    "sm_90": {16: (8, 2, 32), 32: (8, 2, 64), 64: (8, 2, 64)},
+    "sm_100": {16: (8, 2, 32), 32: (8, 2, 64), 64: (8, 2, 64)},
+    **{arch: {16: (8, 2, 32)} for arch in ("sm_80", "sm_86", "sm_89", "sm_120", "sm_121")},
+}
+_PREFILL_FP8_256 = (32, 32, 8, 2)  # sm_80, heads of 256 values: its own tile would spill
 _LATENT_FP32 = Tile(block_m=16, block_n=32, num_warps=8, num_stages=2)
 _LATENT_FP32_VALUE_DIM = 128  # more spills in the loop, whatever the tile
 
@@ -123,16 +132,16 @@ def attention_tiles(
         ("page_size", page_size, None),
     ):
         _check_range(name, value, most)
-    _check_dtype(dtype)
+    _check_dtype(dtype, kv_dtype)
     rows = group * decode_query_len
     decode = _decode_tile(arch, head_dim, rows, dtype)
-    prefill = _prefill_tile(arch, head_dim, dtype)
+    prefill = _prefill_tile(arch, head_dim, dtype, fp8=_is_fp8(kv_dtype))
     return AttentionTiles(
         decode=decode,
         prefill=prefill,
         prefill_block=max(1, prefill.block_m // group),
         align=decode.block_n,
-        chunk=_whole_chunk(16 * rows * _fewer_bytes(kv_dtype)),
+        chunk=_whole_chunk(16 * rows * (2 if _is_fp8(kv_dtype) else 1)),
     )
 
 
@@ -163,16 +172,17 @@ def latent_tiles(
         ("page_size", page_size, None),
     ):
         _check_range(name, value, most)
-    _check_dtype(dtype)
+    _check_dtype(dtype, kv_dtype)
     rows = heads * decode_query_len
-    decode = _latent_tile(arch, value_dim, rows, dtype)
-    prefill = _latent_tile(arch, value_dim, MAX_LATENT_HEADS, dtype)
+    fp8 = _is_fp8(kv_dtype)
+    decode = _latent_tile(arch, value_dim, rows, dtype, fp8=fp8)
+    prefill = _latent_tile(arch, value_dim, MAX_LATENT_HEADS, dtype, fp8=fp8)
     return AttentionTiles(
         decode=decode,
         prefill=prefill,
         prefill_block=max(1, prefill.block_m // heads),
         align=decode.block_n,
-        chunk=_whole_chunk(32 * rows * _fewer_bytes(kv_dtype)),
+        chunk=_whole_chunk(32 * rows * (2 if fp8 else 1)),
     )
 
 
@@ -187,19 +197,23 @@ def _decode_tile(arch: str, head_dim: int, rows: int, dtype: torch.dtype) -> Til
     return _for_dtype(Tile(block_m, block_n, warps, stages), head_dim, dtype)
 
 
-def _prefill_tile(arch: str, head_dim: int, dtype: torch.dtype) -> Tile:
+def _prefill_tile(arch: str, head_dim: int, dtype: torch.dtype, *, fp8: bool) -> Tile:
     if arch == "cpu":
         return _INTERPRETED
-    table = _PREFILL[_table_arch(arch)]
-    return _for_dtype(Tile(*table[max(64, padded_head_dim(head_dim))]), head_dim, dtype)
+    family, padded = _table_arch(arch), max(64, padded_head_dim(head_dim))
+    sizes = _PREFILL[family][padded]
+    if fp8 and (family, padded) == ("sm_80", 256):
+        sizes = _PREFILL_FP8_256
+    return _for_dtype(Tile(*sizes), head_dim, dtype)
 
 
-def _latent_tile(arch: str, value_dim: int, rows: int, dtype: torch.dtype) -> Tile:
+def _latent_tile(arch: str, value_dim: int, rows: int, dtype: torch.dtype, *, fp8: bool) -> Tile:
     """The tile that holds all `rows` of an item, or the largest one, which is then repeated."""
     wanted = max(16, _power_of_two(rows))
     if arch == "cpu":
         return Tile(min(wanted, 32), _INTERPRETED.block_n, 1, 1)
-    table = _LATENT[arch if arch in _LATENT else _table_arch(arch)]
+    tables = _LATENT_FP8 if fp8 else _LATENT
+    table = tables[arch if arch in tables else _table_arch(arch)]
     if dtype == torch.float32:
         if value_dim > _LATENT_FP32_VALUE_DIM:
             raise ValueError(
@@ -235,9 +249,8 @@ def _table_arch(arch: str) -> str:
     raise ValueError(f"arch: wanted cpu, sm_80 or newer, got {arch!r}")
 
 
-def _fewer_bytes(kv_dtype: torch.dtype | None) -> int:
-    """By how much longer a chunk must be for as many bytes as one of 2-byte entries."""
-    return 2 if kv_dtype is not None and kv_dtype.itemsize == 1 else 1
+def _is_fp8(kv_dtype: torch.dtype | None) -> bool:
+    return kv_dtype == torch.float8_e4m3fn
 
 
 def _whole_chunk(least: int) -> int:
@@ -251,9 +264,11 @@ def _check_range(name: str, value: int, most: int | None) -> None:
         raise ValueError(f"{name}: wanted at most {most}, got {value}")
 
 
-def _check_dtype(dtype: torch.dtype) -> None:
+def _check_dtype(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"dtype: wanted bfloat16, float16 or float32, got {dtype}")
+    if kv_dtype not in (None, dtype, torch.float8_e4m3fn):
+        raise ValueError(f"kv_dtype: wanted {dtype} or float8_e4m3fn, got {kv_dtype}")
 
 
 def _power_of_two(n: int) -> int:

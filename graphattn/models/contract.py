@@ -24,6 +24,11 @@ class AttentionLayer:
     `value_dim > 0` makes it a *latent* layer (MLA): a token's only entry is its latent, one for all
     heads (num_kv_heads = 1), head_dim wide; it is the key, and its first value_dim values are the
     value. Served by `ModelStep.attend_latent`; without soft-cap and sinks.
+
+    The scales, fp32 on the model's device, positive, are those of FP8 pages; others do not use
+    them. An entry is stored as entry / scale. `k_scale` and `v_scale` are [num_kv_heads], or [1]
+    for all heads; `latent_scale` [2] of a latent layer has one for the values and one for the rest,
+    the rope key. None is 1.
     """
 
     num_q_heads: int
@@ -34,6 +39,9 @@ class AttentionLayer:
     window: int = 0
     sinks: Tensor | None = None
     value_dim: int = 0
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    latent_scale: Tensor | None = None
 
     @property
     def out_dim(self) -> int:

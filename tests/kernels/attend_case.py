@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphattn.bounds import ceil_div, local_length, local_position, owner
 from graphattn.kernels.attend_ref import attend_ref
+from graphattn.kernels.fp8_ref import dequantise_ref
 
 NOWHERE = 10**6  # a page id: reading it is far outside any pool here
 
@@ -47,6 +48,8 @@ class Setting:
     dim: int = 16
     page_size: int = 16
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None  # float8_e4m3fn; None = `dtype`
+    scales: str = ""  # of FP8 pools: by "head", one for the "tensor", or "" for none
     decode_query_len: int = 1
     max_splits: int = 4
     chunk: int = 32
@@ -87,6 +90,8 @@ class Case:
             scale=a["scale"],
             softcap=a["softcap"],
             sinks=a["sinks"],
+            k_scale=a["k_scale"],
+            v_scale=a["v_scale"],
         )
 
 
@@ -107,15 +112,17 @@ def build(rows: Sequence[Row], setting: Setting, *, reverse_items: bool = False)
     pages = batch * columns
     order = torch.randperm(pages, generator=_generator(pages)).tolist()
     page_table = torch.full((batch, columns), NOWHERE, dtype=torch.int32)
-    k_pool = torch.full((pages, s.kv_heads, s.page_size, s.dim), torch.nan, dtype=s.dtype)
+    held = s.kv_dtype or s.dtype
+    k_pool = torch.full((pages, s.kv_heads, s.page_size, s.dim), torch.nan).to(held)
     v_pool = k_pool.clone()
+    k_scale, v_scale = (_scales(s, seed) for seed in (7, 8))
     q = torch.full((tokens, s.heads, s.dim), torch.nan, dtype=s.dtype)
     visible_start = torch.zeros(tokens, dtype=torch.int32)
     visible_end = torch.zeros(tokens, dtype=torch.int32)
     for i, row in enumerate(rows):
         length = row.context + row.existing
         k, v = (
-            torch.randn(length, s.kv_heads, s.dim, generator=_generator(row.seed + n)).to(s.dtype)
+            torch.randn(length, s.kv_heads, s.dim, generator=_generator(row.seed + n)).to(held)
             for n in (1, 2)
         )
         seen = [(a, b) for a, b in ranges[i] if b > a]
@@ -160,6 +167,8 @@ def build(rows: Sequence[Row], setting: Setting, *, reverse_items: bool = False)
         "softcap": s.softcap,
         "decode_query_len": s.decode_query_len,
         "prefill_block": s.prefill_block,
+        "k_scale": None if k_scale is None else k_scale.to(device),
+        "v_scale": None if v_scale is None else v_scale.to(device),
     }
     return Case(s, rows, args)
 
@@ -188,6 +197,9 @@ class Budget:
         second dot are rounded too, and one ulp in the interpreter, which truncates.
         """
         on_gpu = args["q"].is_cuda
+        keys, values = (
+            _held(x, args.get(name)) for x, name in ((keys, "k_scale"), (values, "v_scale"))
+        )
         u = 2.0**-23 if on_gpu else 2.0**-24
         q, k, v = (x.double().nan_to_num(0.0) for x in (args["q"], keys, values))
         positions = int((args["visible_end"] - args["visible_start"]).max().clamp(min=1))
@@ -215,6 +227,21 @@ def check(case: Case, out: Tensor | None = None, lse: Tensor | None = None) -> N
 def shards(setting: Setting) -> list[Setting]:
     """The same setting on every rank of its group."""
     return [replace(setting, dcp_rank=r) for r in range(setting.dcp_size)]
+
+
+def _scales(s: Setting, seed: int) -> Tensor | None:
+    """Some that differ, and are no powers of two."""
+    if not s.scales:
+        return None
+    count = s.kv_heads if s.scales == "head" else 1
+    return torch.rand(count, generator=_generator(seed)) + 0.3
+
+
+def _held(pool: Tensor, scale: Tensor | None) -> Tensor:
+    """The values of a pool, if it is of FP8."""
+    if pool.dtype != torch.float8_e4m3fn:
+        return pool
+    return dequantise_ref(pool, torch.ones(1) if scale is None else scale[:, None, None])
 
 
 def _visible(row: Row, s: Setting) -> list[tuple[int, int]]:

@@ -231,6 +231,12 @@ def more_jobs() -> Iterator[tuple[str, Job]]:
         yield latent_job("decode", arch, 128, dtype=torch.float16)
         yield latent_job("decode", arch, 16, value_dim=48, rope_dim=16, page_size=16)
         yield latent_job("decode", arch, 16, value_dim=128, dtype=torch.float32)
+        for kind in ("decode", "prefill"):
+            yield tile_job(kind, arch, 64, 4, dtype=torch.float32, kv_dtype=FP8)
+            yield tile_job(kind, arch, 128, 4, dtype=torch.float16, kv_dtype=FP8, page_size=16)
+        yield tile_job("decode", arch, 64, 16, 8, kv_dtype=FP8)
+        yield latent_job("decode", arch, 32, kv_dtype=FP8)
+        yield latent_job("prefill", arch, 128, kv_dtype=FP8)
         yield latent_job("prefill", arch, 128)
         yield latent_job("prefill", arch, 128, page_size=16)
 
@@ -245,7 +251,8 @@ def fp8_jobs() -> Iterator[tuple[str, Job]]:
             yield tile_job("prefill", arch, head_dim, 4, kv_dtype=FP8)
         yield tile_job("decode", arch, 128, 8, 4, kv_dtype=FP8)
         yield latent_job("decode", arch, 16, kv_dtype=FP8)
-        yield latent_job("decode", arch, 128, kv_dtype=FP8)
+        if arch != "sm_80":
+            yield latent_job("decode", arch, 128, kv_dtype=FP8)
 
 
 def key(name: str, job: Job) -> str:
@@ -269,7 +276,7 @@ def cost(name: str, compiled: Compiled) -> dict[str, Any]:
 
 def renew() -> None:
     """Compile everything and write the table."""
-    jobs = {key(name, job): job for name, job in [*main_jobs(), *more_jobs()]}
+    jobs = {key(name, job): job for name, job in [*main_jobs(), *fp8_jobs(), *more_jobs()]}
     compiled = compile_all(list(jobs.values()))
     table = {name: cost(name, result) for name, result in zip(jobs, compiled, strict=True)}
     lines = [f"  {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table)]

@@ -47,7 +47,12 @@ class LatentCase:
         a = self.args
         names = "q pool page_table slot_of_row query_start visible_start visible_end"
         inputs = (a[name] for name in names.split())
-        return attend_latent_ref(*inputs, value_dim=a["out"].shape[2], scale=a["scale"])
+        return attend_latent_ref(
+            *inputs,
+            value_dim=a["out"].shape[2],
+            scale=a["scale"],
+            latent_scale=a["latent_scale"],
+        )
 
 
 def build(rows: Sequence[Row], latent: Latent, *, reverse_items: bool = False) -> LatentCase:
@@ -55,11 +60,14 @@ def build(rows: Sequence[Row], latent: Latent, *, reverse_items: bool = False) -
     setting = replace(latent.setting, heads=latent.heads, kv_heads=1, dim=latent.dim)
     case = attend_case.build(rows, setting, reverse_items=reverse_items)
     args = dict(case.args)
-    for name in ("sinks", "softcap", "v_pool"):
+    for name in ("sinks", "softcap", "v_pool", "k_scale", "v_scale"):
         del args[name]
     for name in ("out", "partial_out"):
         args[name] = args[name][..., : latent.value_dim].contiguous()
     args = {"q": args.pop("q"), "pool": args.pop("k_pool").squeeze(1), **args}
+    # Of the values, of the rope key.
+    scale = torch.tensor([0.7, 1.9], device=setting.device) if setting.scales else None
+    args["latent_scale"] = scale
     return LatentCase(setting, case.row_places, args)
 
 
@@ -69,9 +77,8 @@ def check(case: LatentCase, out: Tensor | None = None, lse: Tensor | None = None
     out = (a["out"] if out is None else out).double().cpu()
     lse = (a["lse"] if lse is None else lse).double().cpu()
     wanted_out, wanted_lse = case.oracle()
-    budget = Budget.for_entries(
-        case.setting, a, keys=a["pool"], values=a["pool"][..., : out.shape[2]]
-    )
+    entries = a["pool"].float() * (1.0 if a["latent_scale"] is None else 1.9)  # at most
+    budget = Budget.for_entries(case.setting, a, keys=entries, values=entries[..., : out.shape[2]])
     torch.testing.assert_close(out, wanted_out, atol=budget.out, rtol=budget.out_relative)
     torch.testing.assert_close(lse, wanted_lse, atol=budget.lse, rtol=0)
     empty = (a["visible_end"] <= a["visible_start"]).cpu()
