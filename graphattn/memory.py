@@ -37,7 +37,7 @@ class ModelMemory:
         slot_of_row: Tensor,
         *,
         dtype: torch.dtype,
-        kv_dtype: torch.dtype | None,
+        kv_dtype: torch.dtype | None = None,
         group: Group | None,
         reduce: Reduce,
         pools: KVPools | None = None,
