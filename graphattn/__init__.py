@@ -4,6 +4,7 @@ from graphattn import bounds, convert, ops
 from graphattn._capture.errors import CaptureError
 from graphattn.aio import AsyncEngine, EventStream
 from graphattn.bounds import Bounds
+from graphattn.calibrating import calibrate_kv
 from graphattn.capturing import capture
 from graphattn.checks import audit, verify
 from graphattn.config import Bucket
@@ -67,6 +68,7 @@ __all__ = [
     "Work",
     "audit",
     "bounds",
+    "calibrate_kv",
     "capture",
     "convert",
     "ops",

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Unpack
 
+from torch import Tensor
+
 from graphattn.checkup import Checkup, audit_programs
 from graphattn.config import Bucket
 from graphattn.errors import EngineClosedError, StepError, wrong
@@ -239,6 +241,13 @@ class Engine(AbstractContextManager["Engine"]):
     def report(self) -> EngineReport:
         """What was captured and what it costs; `print(engine.report())` gives a table."""
         return engine_report(self._runner)
+
+    def pools(self) -> dict[str, Tensor]:
+        """The KV pools by name, drafters' too: to look at, while no step is in flight.
+
+        "keys.3@0": keys of layer 3 on rank 0, [num_pages, num_kv_heads, page_size, head_dim].
+        """
+        return self._runner.pools()
 
     def audit(self) -> AuditReport:
         """Run the largest decode and mixed step on a fake CUDA device and list what would break a

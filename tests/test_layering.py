@@ -59,6 +59,7 @@ FLOW = [
     "checkup",
     "engine",
     "capturing",
+    "calibrating",
     "aio",
     "launch",
     "text",
@@ -70,6 +71,7 @@ DOOR = "__init__"  # the public door imports what it likes
 CLIENTS = {"text", "demo", "cli", "__main__"}  # they use the engine: tokens are theirs
 MODEL_USERS = {
     "models",
+    "calibrating",
     "capturing",
     "engine",
     "lockstep",

@@ -232,8 +232,15 @@ def observed_layer(module: PreTrainedModel, call: Call) -> ObservedLayer:
         window=mask.window,
         sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
         value_dim=geometry.value_dim if geometry.is_latent else 0,
+        k_scale=_scale(call.k_scale),
+        v_scale=_scale(call.v_scale),
     )
     return ObservedLayer(call.layer_idx, geometry, spec, call.k.dtype, call.k.device)
+
+
+def _scale(scale: Tensor | None) -> Tensor | None:
+    """Checkpoints have it as a scalar, or with a dimension for each of the tensor's."""
+    return None if scale is None else scale.detach().float().reshape(-1).contiguous()
 
 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:

@@ -47,6 +47,8 @@ class Call:
     k: Tensor  # [T, num_kv_heads, head_dim]; latents [T, 1, head_dim] where `is_latent`
     v: Tensor  # [T, num_kv_heads, value_dim]
     sinks: Tensor | None
+    k_scale: Tensor | None  # of an FP8 cache, as checkpoints with one have them
+    v_scale: Tensor | None
     mask: object
     options: Mapping[str, object]  # what we give no meaning to
 
@@ -92,7 +94,8 @@ def _attention(
     layer_idx = getattr(module, "layer_idx", None)
     if not isinstance(layer_idx, int):
         raise UnsupportedModelError(f"{type(module).__name__} does not know its layer_idx")
-    call = Call(layer_idx, geometry, q, k, v, s_aux, attention_mask, options)
+    scales = (getattr(module, "k_scale", None), getattr(module, "v_scale", None))
+    call = Call(layer_idx, geometry, q, k, v, s_aux, *scales, attention_mask, options)
     out = graphattn_caller.attend(call)
     return (expanded(module, out) if latent else out).unsqueeze(0), None
 

@@ -241,6 +241,14 @@ def more_jobs() -> Iterator[tuple[str, Job]]:
         yield latent_job("prefill", arch, 128, page_size=16)
 
 
+def main_fp8_jobs() -> Iterator[tuple[str, Job]]:
+    """FP8 KV, read from bits and by a cast."""
+    yield tile_job("decode", "sm_80", 128, 4, kv_dtype=FP8)
+    yield tile_job("decode", "sm_90", 128, 4, kv_dtype=FP8)
+    yield latent_job("decode", "sm_90", 16, kv_dtype=FP8)
+    yield kv_write_job("sm_90", fp8=True)
+
+
 def fp8_jobs() -> Iterator[tuple[str, Job]]:
     """FP8 KV: tiles of each kind, and the writes."""
     for arch in ARCHS:
