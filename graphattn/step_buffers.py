@@ -30,7 +30,7 @@ Pools = Sequence[Sequence[Tensor]]  # per layer (k, v), or (latent,)
 HUGE_ID = 2**30  # out of bounds wherever it is taken for an index
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Shared:
     """What the views of all buckets have in common."""
 
@@ -39,6 +39,7 @@ class _Shared:
     own_slots: Tensor  # [B] int32: row r has slot r
     dtype: torch.dtype  # of q, k and v
     group: Group | None
+    prepared: StepBuffers | None = None  # the view whose metadata the memory holds
 
 
 class StepBuffers(ModelStep):
@@ -219,7 +220,7 @@ class StepBuffers(ModelStep):
             bounds.max_drafts,
             bounds.max_seq_len,
         )
-        self._shared.memory.prepare(self._steps, rows)
+        self._prepare(rows)
 
     def prepare_slots(self, rows: StepRows) -> None:
         """Derive the metadata of a step from slot state, as the engine does: instead of
@@ -236,7 +237,7 @@ class StepBuffers(ModelStep):
                 "Pass it to StepBuffers.allocate(page_table=...).",
             )
         self._shared.rows.slot_of_row.copy_(rows.slot_of_row)
-        self._shared.memory.prepare(self._steps, rows)
+        self._prepare(rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write K and V of the step's tokens into their pages, then attend.
@@ -272,10 +273,21 @@ class StepBuffers(ModelStep):
         if self._shared.group is not None:
             self._shared.group.close()
 
+    def _prepare(self, rows: StepRows) -> None:
+        self._shared.memory.prepare(self._steps, rows)
+        self._shared.prepared = self
+
     def _layer(self, layer: int) -> AttentionLayer:
         layers = self._shared.memory.attention.layers
         if not isinstance(layer, int) or not 0 <= layer < len(layers):
             raise wrong("layer", f"an index in 0..{len(layers) - 1}", layer, "Count from 0.")
+        if self._shared.prepared is not self:
+            raise wrong(
+                "attend",
+                "buffers that were prepared for this step",
+                "others, or none",
+                "Call prepare_lengths of the same (narrowed) buffers first in the step.",
+            )
         return layers[layer]
 
     def _take_values(self, spec: AttentionLayer, entry: tuple[int, ...], **tensors: Tensor) -> None:

@@ -13,6 +13,7 @@ import graphattn
 from graphattn import Graph
 from graphattn._capture.errors import GraphStateError
 from graphattn.errors import ConfigError
+from graphattn.stream import HostStream
 
 each_backend = pytest.mark.parametrize("backend", ["host", "eager"])
 
@@ -96,6 +97,27 @@ def test_a_closed_graph_lets_go(backend: str) -> None:
     del counter, use
     gc.collect()
     assert total() is None
+
+
+def test_work_of_the_caller_comes_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay and an eager run stand where they were called in the caller's own stream."""
+    calls: list[str] = []
+
+    class Recorded(HostStream):
+        def join(self) -> None:
+            calls.append("join")
+
+        def precede(self) -> None:
+            calls.append("precede")
+
+    monkeypatch.setattr("graphattn.graph.open_stream", lambda device: Recorded())
+    with Graph(lambda: calls.append("work"), device="cpu", backend="eager") as graph:
+        assert calls[0] == "join"
+        assert calls[-1] == "precede"
+        for run in (graph.replay, graph.run_eagerly):
+            calls.clear()
+            run()
+            assert calls == ["join", "work", "precede"]
 
 
 def test_refusals_name_the_program_and_the_line() -> None:

@@ -264,8 +264,22 @@ def test_rows_need_slots() -> None:
         buffers.prepare_lengths(ints(1, 0, 0, 0), ints(0, 0, 0, 0))
 
 
+def test_a_step_is_prepared_by_the_buffers_that_attend() -> None:
+    buffers = allocate()
+    small = buffers.narrow(4)
+    values = [torch.zeros(20, h, DIM) for h in (6, 2, 2)]
+    message = "attend: wanted buffers that were prepared for this step"
+    with pytest.raises(ConfigError, match=message):
+        buffers.attend(0, *values)
+    small.prepare_lengths(ints(1, 0, 0, 0), ints(0, 0, 0, 0))
+    with pytest.raises(ConfigError, match=message):
+        buffers.attend(0, *values)
+    small.attend(0, *(x[:4] for x in values))
+
+
 def test_bad_steps_and_values_are_refused() -> None:
     buffers = allocate()
+    buffers.prepare_lengths(ints(1, 0, 0, 0), ints(0, 0, 0, 0))
     q, k = torch.zeros(20, 6, DIM), torch.zeros(20, 2, DIM)
     for tokens in (0, 21, True):
         with pytest.raises(ConfigError, match=r"tokens: wanted an integer in 1\.\.20"):
