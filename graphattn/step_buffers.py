@@ -22,7 +22,7 @@ from graphattn.kernels import ops
 from graphattn.memory import ModelMemory
 from graphattn.metadata import StepMetadata, StepRows
 from graphattn.models.contract import AttentionLayer
-from graphattn.pages import KVPools
+from graphattn.pages import FP8, KVPools
 from graphattn.view import ModelStep
 
 Pools = Sequence[Sequence[Tensor]]  # per layer (k, v), or (latent,)
@@ -78,6 +78,7 @@ class StepBuffers(ModelStep):
         layers: Sequence[AttentionLayer],
         *,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         device: torch.device | str,
         page_table: Tensor | None = None,
         pools: Pools | None = None,
@@ -88,7 +89,8 @@ class StepBuffers(ModelStep):
         Args:
             bounds: see `Bounds`; with `dcp`, its `dcp_size` and `interleave` are those of `dcp`.
             layers: geometry of each attention layer, in the order of `attend`'s index.
-            dtype: float32, bfloat16 or float16; of q, k, v, pools and outputs.
+            dtype: float32, bfloat16 or float16; of q, k, v and outputs.
+            kv_dtype: of the pools, `dtype` by default, or torch.float8_e4m3fn (docs/fp8.md).
             device: of every tensor.
             page_table: int32 [slots, columns] of the caller: the pages of the sequence that each
                 slot holds, in order; contiguous rows, at least `bounds.pages_per_seq` columns.
@@ -109,6 +111,8 @@ class StepBuffers(ModelStep):
         check_layers(layers)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise wrong("dtype", "float32, bfloat16 or float16", dtype, "Pass that of K and V.")
+        if (held := kv_dtype or dtype) not in (dtype, FP8):
+            raise wrong("kv_dtype", f"{dtype} or {FP8}", kv_dtype, "Leave it out for the dtype.")
         _check_dcp(bounds, dcp)
         if page_table is None:
             size = (bounds.max_batch, bounds.pages_per_seq)
@@ -122,7 +126,7 @@ class StepBuffers(ModelStep):
                 f"{page_table.shape[1]} on {page_table.device}",
                 "Widen it to bounds.pages_per_seq, or lower bounds.max_seq_len.",
             )
-        own_pools = None if pools is None else _own_pools(pools, layers, bounds, dtype, args, dcp)
+        own_pools = None if pools is None else _own_pools(pools, layers, bounds, held, args, dcp)
         rows = _rows(bounds, page_table)
         group = None if dcp is None else dcp.open()
         memory = ModelMemory(
@@ -131,6 +135,7 @@ class StepBuffers(ModelStep):
             page_table,
             rows.slot_of_row,
             dtype=dtype,
+            kv_dtype=held,
             group=group,
             reduce="ag_rs" if dcp is None else dcp.reduce,
             pools=own_pools,

@@ -13,6 +13,7 @@ import graphattn
 from graphattn import AttentionLayer, Bounds, StepBuffers
 from graphattn.errors import ConfigError, UnsupportedModelError
 from tests.models.dense_step import DenseStep
+from tests.runtime.tiny_model import TinyModel
 
 HUGE = 2**30  # a page that no pool has
 DIM = 12
@@ -31,12 +32,16 @@ class Caller:
     a page's own content is harmless."""
 
     def __init__(
-        self, seed: int, bounds: Bounds = BOUNDS, dcp: graphattn.DCP | None = None
+        self,
+        seed: int,
+        bounds: Bounds = BOUNDS,
+        dcp: graphattn.DCP | None = None,
+        kv_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=torch_rng)
+            return torch.randn(shape, generator=torch_rng).to(kv_dtype).float()
 
         slots = 7
         self.qkv = [
@@ -48,12 +53,15 @@ class Caller:
         self.pages = pages.int()
         self.pools = None
         if dcp is None:
-            raw = torch.full((len(LAYERS), 2, bounds.num_pages, 4, 2, DIM), float("nan"))
+            raw = torch.full((len(LAYERS), 2, bounds.num_pages, 4, 2, DIM), float("nan")).to(
+                kv_dtype
+            )
             self.pools = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in raw]
         self.buffers = StepBuffers.allocate(
             bounds,
             LAYERS,
             dtype=torch.float32,
+            kv_dtype=kv_dtype,
             device="cpu",
             page_table=self.page_table,
             pools=self.pools,
@@ -125,6 +133,13 @@ def test_rows_that_come_and_go(seed: int) -> None:
         caller.step(small, caller.rows(7, 5))
 
 
+def test_fp8_pages() -> None:
+    """Of K and V that are FP8 numbers nothing is lost."""
+    caller = Caller(5, kv_dtype=torch.float8_e4m3fn)
+    for _ in range(12):
+        caller.step(caller.buffers, caller.rows(20, 9))
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_sharded_cache(size: int) -> None:
     dcp = graphattn.DCP(graphattn.VirtualGroup(size), interleave=2)
@@ -188,6 +203,9 @@ def test_a_step_never_leaves_its_buffers() -> None:
     assert not buffers.metadata.token_count.any()
     out = buffers.attend(0, *(torch.ones(20, h, DIM) for h in (6, 2, 2)))
     assert not out.any()
+    decode = buffers.narrow(3, mixed=False)
+    decode.prepare_lengths(ints(0, 5, 1, 2), ints(0, 0, 0, 0), slot_of_row=ints(0, -1, -1, -1))
+    assert decode.metadata.query_start.tolist() == [0, 0, 1, 2, 3]
     after = [pool for pair in caller.pools or () for pool in pair]
     assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(pools, after, strict=True))
 
@@ -208,6 +226,7 @@ POOL = torch.zeros(70, 2, 4, DIM)
     ("changes", "message"),
     [
         ({"dtype": torch.int8}, "dtype: wanted float32"),
+        ({"kv_dtype": torch.float16}, "kv_dtype: wanted torch.float32 or torch.float8_e4m3fn"),
         ({"page_table": torch.zeros(4, 10)}, "page_table: wanted int32"),
         ({"page_table": torch.zeros(4, 9).int()}, "page_table: wanted at least 10 columns"),
         (
@@ -235,6 +254,25 @@ def test_a_virtual_group_brings_its_own_pools() -> None:
     dcp = graphattn.DCP(graphattn.VirtualGroup(2))
     with pytest.raises(ConfigError, match="pools: wanted None with a VirtualGroup"):
         allocate(bounds=Bounds(4, 40, 20, 4, 70, dcp_size=2), dcp=dcp, pools=2 * [(POOL, POOL)])
+
+
+@torch.no_grad()
+def test_a_model_of_the_step_contract_runs_as_it_is() -> None:
+    torch.manual_seed(0)
+    model = TinyModel()
+    bounds = Bounds(2, 32, 12, page_size=8, num_pages=8)
+    buffers = StepBuffers.allocate(
+        bounds, model.attention_layers, dtype=torch.float32, device="cpu"
+    )
+    buffers.page_table.copy_(torch.arange(8).view(2, 4))
+    tokens = torch.randint(model.vocab_size, (2, 9))
+    for context, places in ((0, 6), (6, 3)):
+        buffers.prepare_lengths(ints(places, places), ints(context, context))
+        buffers.input_ids[: 2 * places] = tokens[:, context : context + places].flatten()
+        logits = model(buffers)[:2]
+        for row, ids in enumerate(tokens[:, : context + places]):
+            want = model.dense_logits(ids.tolist())[-1]
+            assert torch.equal(logits[row].argsort()[-5:], want.argsort()[-5:])
 
 
 def test_bad_geometry_is_refused() -> None:
