@@ -92,6 +92,10 @@ class Graph(ABC):
             self._require(GraphState.READY, "replay")
         self._replay()
 
+    def weights_changed(self) -> None:
+        """Weights may have been written unseen: what the graph holds copies of is copied anew."""
+        self._require(GraphState.READY, "weights_changed")
+
     def close(self) -> None:
         """Release the graph and what it keeps alive. Calling it again does nothing."""
         if self.state is not GraphState.CLOSED:

@@ -54,6 +54,12 @@ class HostGraph(Graph):
             kinds=dict(self._kinds),
         )
 
+    def weights_changed(self) -> None:
+        """Pack weights anew at the next replay."""
+        super().weights_changed()
+        for pack in self._packs:
+            pack.forget()
+
     def _capture(self, fn: Callable[[], T]) -> T:
         outputs, finish = record(fn, untouched=self._untouched)
         recording = finish()

@@ -2,7 +2,8 @@
 
 A captured graph freezes the addresses of weights, not their values, so packed copies follow the
 version counters of their sources: an in-place update is seen at the next replay and packed
-again. An update that hides from the counter (through `.data`) is not seen.
+again. Updates that hide from the counter (through `.data`, or by a fused optimizer) show in a
+sample of each weight; whoever changes less than that says so with `Graph.weights_changed`.
 
 Linears of one input (query, key and value; gate and up) become one.
 """
@@ -21,6 +22,7 @@ from .record import Op, Recording, View
 aten = torch.ops.aten
 
 MIN_ELEMENTS = 1 << 17  # below, oneDNN's cost per call outweighs what packing saves
+SAMPLED = 64  # elements of a weight that are looked at before each replay
 PACKED_ROWS = 8  # one layout for all buckets: as fast as layouts made for 1, 32 and 512 rows
 
 
@@ -80,15 +82,24 @@ class PackedLinear:
         self.weights = weights
         self.nbytes = sum(weight.nbytes for weight in weights)
         self._versions: tuple[int, ...] = ()
+        self._samples = [_sample(weight) for weight in weights]
+        self._packed_samples: list[Tensor] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Pack again when a weight was written since."""
         versions = tuple([weight._version for weight in self.weights])
-        if versions != self._versions:
+        if versions != self._versions or not all(
+            map(torch.equal, self._samples, self._packed_samples)
+        ):
             stacked = torch.cat([weight.detach() for weight in self.weights])
             self.packed = torch.ops.mkldnn._reorder_linear_weight(stacked, PACKED_ROWS)
+            self._packed_samples = [sample.clone() for sample in self._samples]
             self._versions = versions
+
+    def forget(self) -> None:
+        """Pack again at the next `refresh`."""
+        self._versions = ()
 
     def call(self, x: Tensor, bias: Tensor | None, targets: Sequence[Tensor]) -> Callable[[], None]:
         """A call that writes x @ weights.T + bias into `targets`, one [T, N_i] per weight."""
@@ -145,6 +156,12 @@ def _packable(weight: Tensor) -> bool:
         and weight.numel() >= MIN_ELEMENTS
         and not weight.is_inference()
     )
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """A view of elements all over the weight, in different rows and columns."""
+    flat = weight.detach().view(-1)
+    return flat[:: flat.numel() // SAMPLED + 1]
 
 
 def _key(weight: Tensor) -> Any:

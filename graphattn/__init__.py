@@ -20,6 +20,7 @@ from graphattn.errors import (
     RequestError,
     StepError,
     UnsupportedModelError,
+    WeightsMovedError,
 )
 from graphattn.graph import Graph
 from graphattn.groups import VirtualGroup
@@ -65,6 +66,7 @@ __all__ = [
     "StepRows",
     "UnsupportedModelError",
     "VirtualGroup",
+    "WeightsMovedError",
     "Work",
     "audit",
     "bounds",

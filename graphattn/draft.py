@@ -52,8 +52,8 @@ class Drafter(Protocol):
         """What outlives a step, but for the pools, by name."""
         ...
 
-    def weights(self) -> dict[str, Tensor]:
-        """Constant weights, by name; they stay in place."""
+    def models(self) -> dict[str, object]:
+        """Models and modules whose weights it uses, by a prefix for their names."""
         ...
 
 
@@ -159,7 +159,7 @@ class _Lookup:
     def lasting(self) -> dict[str, Tensor]:
         return {}
 
-    def weights(self) -> dict[str, Tensor]:
+    def models(self) -> dict[str, object]:
         return {}
 
 

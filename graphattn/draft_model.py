@@ -13,7 +13,7 @@ from graphattn.draft import Drafter, DraftProgram, check_k
 from graphattn.drafting import Drafting
 from graphattn.errors import ConfigError, UnsupportedModelError, wrong
 from graphattn.memory import ModelMemory, StepMemory
-from graphattn.models import adapt, weights
+from graphattn.models import adapt
 from graphattn.models.contract import AttentionLayer, StepModel, slot_tensors
 from graphattn.view import ModelStep
 
@@ -80,8 +80,8 @@ class _ModelDrafter:
     def lasting(self) -> dict[str, Tensor]:
         return {}
 
-    def weights(self) -> dict[str, Tensor]:
-        return {f"draft.{name}": weight for name, weight in weights(self.model).items()}
+    def models(self) -> dict[str, object]:
+        return {"draft.": self.model}
 
 
 class _ModelDraft:

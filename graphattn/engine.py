@@ -17,10 +17,9 @@ from torch import Tensor
 
 from graphattn.checkup import Checkup, audit_programs
 from graphattn.config import Bucket
-from graphattn.errors import EngineClosedError, StepError, wrong
+from graphattn.errors import ConfigError, EngineClosedError, StepError, wrong
 from graphattn.inputs import StepInputs
 from graphattn.lockstep import Message, open_lockstep
-from graphattn.models import version
 from graphattn.models.contract import StepModel
 from graphattn.outbox import Outbox
 from graphattn.plan import Plan, Work
@@ -75,7 +74,7 @@ class Engine(AbstractContextManager["Engine"]):
             lookahead=prefix_lookahead(config),
             prompts_fit=self._runner.prompts.has_room,
         )
-        self._version = version(self._runner.weights)
+        self._version = self._runner.weights.version
         self._outbox = Outbox(config.max_queue)
         self._submitted = 0
         self._closed: str | None = None
@@ -153,9 +152,41 @@ class Engine(AbstractContextManager["Engine"]):
         return self._scheduler.work()
 
     def forget_prefixes(self) -> None:
-        """No later request finds the KV of earlier ones. For weights that were changed by other
-        means than torch's in-place operations, which are noticed."""
+        """No later request finds the KV of earlier ones."""
         self._scheduler.pages.forget()
+
+    def weights_changed(self) -> None:
+        """Weights were written in place by means that torch does not count: through `data`, by a
+        fused optimizer, by a kernel of one's own. What it counts is noticed without this."""
+        self.forget_prefixes()
+        self._runner.weights_changed()
+
+    def recapture(self) -> None:
+        """Capture anew over the weights as they lie now, after they were exchanged.
+
+        Waits for the steps in flight. Running requests are preempted: they keep their tokens, and
+        go on from a KV computed with the new weights.
+
+        Raises `ConfigError`, and changes nothing, when a weight has another shape, dtype or device,
+        or for ranks of a process group. `StepError` when the capture failed: the engine is closed.
+        """
+        self._check_open()
+        if self._lockstep is not None:
+            raise wrong("recapture", "one process", "a process group", "Capture a new engine.")
+        while self._outputs.in_flight:
+            self._outputs.wait()
+            self._read_landed()
+        try:
+            self._runner.recapture()
+        except ConfigError:
+            raise
+        except Exception as error:
+            reason = f"recapture failed: {type(error).__name__}: {error}"
+            self._end(reason, FinishReason.ERROR)
+            raise StepError(f"{reason}. The engine is closed.") from error
+        self._scheduler.preempt_all()
+        self.forget_prefixes()
+        self._version = self._runner.weights.version
 
     def follow(self) -> None:
         """Ranks other than 0 of a process group: launch what rank 0 launches, until it closes.
@@ -285,7 +316,8 @@ class Engine(AbstractContextManager["Engine"]):
         if not self._outputs.has_room:
             self._check_progress()
             return False
-        if self._scheduler.waiting and (now := version(self._runner.weights)) != self._version:
+        self._runner.weights.check(all=self._scheduler.waiting > 0)
+        if self._scheduler.waiting and (now := self._runner.weights.version) != self._version:
             self._version = now
             self._scheduler.pages.forget()
         return True
@@ -304,6 +336,8 @@ class Engine(AbstractContextManager["Engine"]):
         try:
             if self._lockstep is not None and self._lockstep.leads:
                 self._lockstep.send(Message(step, bucket.name, inputs))
+            elif self._lockstep is not None:
+                self._runner.weights.check(all=bool(inputs.admissions))
             self._runner.launch(inputs, bucket)
         except Exception as error:
             reason = f"step {step} ({bucket.name}) failed: {type(error).__name__}: {error}"

@@ -5,6 +5,7 @@
     ├── UnsupportedModelError              the model needs something that is not there
     ├── RequestError (also ValueError)     this request can never be served; the engine is unharmed
     ├── QueueFullError                     the bounded queue is full; try again after a poll
+    ├── WeightsMovedError                  weights lie elsewhere than captured; recapture, go on
     ├── EngineClosedError                  the engine was closed, by the caller or by a failed step
     └── StepError                          a step failed; every request it carried was ended
 
@@ -32,6 +33,11 @@ class RequestError(GraphAttnError, ValueError):
 
 class QueueFullError(GraphAttnError):
     """The queue bound is reached. Poll and step, then submit again."""
+
+
+class WeightsMovedError(GraphAttnError):
+    """Weights lie elsewhere than when they were captured. Nothing was launched or changed; after
+    `Engine.recapture`, or once the old tensors are back, the engine goes on."""
 
 
 class EngineClosedError(GraphAttnError):

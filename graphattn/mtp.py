@@ -26,7 +26,6 @@ from graphattn.drafting import Drafting, DraftingSlots
 from graphattn.errors import ConfigError, UnsupportedModelError, wrong
 from graphattn.memory import ModelMemory, StepMemory
 from graphattn.metadata import StepMetadata, StepRows
-from graphattn.models import weights
 from graphattn.models.contract import AttentionLayer, StepModel
 from graphattn.models.mtp import MTPModule, adapt_mtp
 from graphattn.mtp_overlap import Overlap
@@ -114,8 +113,8 @@ class _MTPDrafter:
     def lasting(self) -> dict[str, Tensor]:
         return {f"mtp.{name}": tensor for name, tensor in self.places.lasting().items()}
 
-    def weights(self) -> dict[str, Tensor]:
-        return {f"mtp.{name}": weight for name, weight in weights(self.module).items()}
+    def models(self) -> dict[str, object]:
+        return {"mtp.": self.module}
 
 
 class Places(Protocol):

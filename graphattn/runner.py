@@ -13,7 +13,7 @@ from graphattn.config import Bucket
 from graphattn.graphs import capture_graphs
 from graphattn.groups import Group
 from graphattn.inputs import InputRing, PromptRing, StepInputs
-from graphattn.models import weights
+from graphattn.models import Weights
 from graphattn.models.contract import StepModel
 from graphattn.ring import OutputRing
 from graphattn.sizing import EngineConfig, open_memory
@@ -35,7 +35,8 @@ class Runner:
             bucket: step_program(model, self.memory, bucket, self.drafter)
             for bucket in config.buckets
         }
-        self.weights = weights(model) | (self.drafter.weights() if self.drafter else {})
+        drafters = self.drafter.models() if self.drafter else {}
+        self.weights = Weights({"": model} | drafters)
         self.graphs: dict[Bucket, Graph] = {}
         self.capture_seconds = 0.0
         self.prompts = PromptRing(bounds, device, prompts_in_flight=bounds.max_batch)
@@ -51,9 +52,27 @@ class Runner:
     def capture(self, progress: Callable[[str, int, int], None] | None) -> None:
         """Capture every bucket; `CaptureError` when it cannot be."""
         started = time.perf_counter()
-        parts = (self.programs, self.config, self.stream, self.weights, self.pools().values())
+        untouched = [*self.pools().values(), *self.memory.slots.tensors().values()]
+        parts = (self.programs, self.config, self.stream, self.weights.parameters, untouched)
         self.graphs = capture_graphs(*parts, progress)
         self.capture_seconds = time.perf_counter() - started
+
+    def recapture(self) -> None:
+        """Capture every bucket anew over the weights as they are now, with nothing in flight.
+
+        Raises `ConfigError`, and changes nothing, for weights of another shape, dtype or device.
+        """
+        self.weights = self.weights.followed()
+        self._inputs.send(StepInputs(), self.memory.inputs, self.stream)  # all rows are padding
+        self.stream.mark().wait()
+        for graph in self.graphs.values():
+            graph.close()
+        self.capture(None)
+
+    def weights_changed(self) -> None:
+        """Copies of weights that graphs hold are made anew at the next replay."""
+        for graph in self.graphs.values():
+            graph.weights_changed()
 
     def launch(self, inputs: StepInputs, bucket: Bucket) -> None:
         """One copy in, the prompts of admitted slots, one replay, one copy out."""

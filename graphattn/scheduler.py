@@ -186,6 +186,11 @@ class Scheduler:
             raise wrong("plan", f"at most {max_tokens} token places", tokens, "Shorten the chunks.")
         self._check_room(plan, work)
 
+    def preempt_all(self) -> None:
+        """Every running request leaves its slot and waits, first come first."""
+        for seat in reversed(self.seats):
+            self._preempt(seat)
+
     def read(self, result: StepResult) -> list[Event]:
         """Take in a landed step: what its requests emitted, and which ended."""
         events = (self._read_row(row) for row in result.rows)

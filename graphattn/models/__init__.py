@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from torch import Tensor, nn
-
 from graphattn.errors import UnsupportedModelError
 from graphattn.models.contract import StepModel
+from graphattn.models.weights import Weights, weights
+
+__all__ = ["Weights", "adapt", "notes", "weights"]
 
 _CONTRACT = ("attention_layers", "vocab_size", "max_seq_len", "eos_token_ids", "dtype", "device")
 
@@ -35,14 +34,3 @@ def adapt(model: object) -> StepModel:
 def notes(model: StepModel) -> tuple[str, ...]:
     """What an adapter runs otherwise than the owner's model, for reports; mostly nothing."""
     return tuple(getattr(model, "notes", ()))
-
-
-def weights(model: object) -> dict[str, Tensor]:
-    """Parameters of a model that is a torch module or has one, by name; they stay in place."""
-    module = getattr(model, "module", model)
-    return dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
-
-
-def version(weights: Mapping[str, Tensor]) -> int:
-    """Changes when torch writes into one of `weights`; those of inference mode do not count."""
-    return sum(w._version for w in weights.values() if not w.is_inference())

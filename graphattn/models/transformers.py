@@ -24,6 +24,7 @@ from graphattn.models.contract import AttentionLayer, ModelStep
 from graphattn.models.transformers_calls import OBSERVE, RUN, Call, Geometry, MaskShape
 from graphattn.models.transformers_checks import check, graph_safe_experts, unsupported
 from graphattn.models.transformers_latent import check_latents, latent_note, use_latents
+from graphattn.models.weights import follow
 
 
 def adapt(model: object) -> TransformersModel:
@@ -44,6 +45,7 @@ def adapt(model: object) -> TransformersModel:
     set_attention(module, RUN)
     return TransformersModel(
         module,
+        owner,
         layers,
         vocab_size=logits.shape[-1],
         max_seq_len=config.max_position_embeddings,
@@ -62,6 +64,7 @@ class TransformersModel:
     def __init__(
         self,
         module: PreTrainedModel,
+        owner: PreTrainedModel,
         layers: tuple[ObservedLayer, ...],
         *,
         vocab_size: int,
@@ -69,7 +72,7 @@ class TransformersModel:
         eos_token_ids: tuple[int, ...],
         notes: tuple[str, ...],
     ) -> None:
-        self.module = module
+        self.module, self.owner = module, owner
         self.attention_layers = tuple(layer.spec for layer in layers)
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
@@ -77,10 +80,14 @@ class TransformersModel:
         self.notes = notes  # what runs otherwise than in the owner's model
         self.dtype = layers[0].kv_dtype
         self.device = layers[0].device
-        self._expected = {x.layer_idx: (i, x.geometry) for i, x in enumerate(layers)}
+        self._expected = {x.layer_idx: (i, x) for i, x in enumerate(layers)}
         # Any 2-D mask keeps transformers from looking for packed sequences, which reads a device
         # value; its content is not used.
         self._mask = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+
+    def follow_owner(self) -> None:
+        """Run over the parameters and buffers that the owner's model has now."""
+        follow(self.module, self.owner)
 
     def __call__(self, step: ModelStep) -> Tensor:
         """Logits [L, vocab_size] of the places `step.logits_token`.
@@ -107,16 +114,20 @@ class Runner:
     """Hands the calls of one forward to a step."""
 
     step: ModelStep
-    expected: Mapping[int, tuple[int, Geometry]]  # by layer_idx
+    expected: Mapping[int, tuple[int, ObservedLayer]]  # by layer_idx
 
     def attend(self, call: Call) -> Tensor:
         """See `Caller`."""
-        layer, geometry = self.expected[call.layer_idx]
+        layer, observed = self.expected[call.layer_idx]
+        geometry = observed.geometry
         if call.geometry != geometry:
             raise UnsupportedModelError(
                 f"layer {call.layer_idx} changed its attention since it was captured: "
                 f"was {geometry}, is {call.geometry}"
             )
+        if observed.spec.sinks is not None:
+            assert call.sinks is not None, "the geometry is as observed"
+            observed.spec.sinks.copy_(call.sinks)  # in the graph: they may be trained on
         if geometry.is_latent:
             return self.step.attend_latent(layer, call.q, call.k.squeeze(1))
         return self.step.attend(layer, call.q, call.k, call.v)
@@ -230,7 +241,7 @@ def observed_layer(module: PreTrainedModel, call: Call) -> ObservedLayer:
         scale=geometry.scale,
         softcap=geometry.softcap,
         window=mask.window,
-        sinks=None if call.sinks is None else call.sinks.detach().float().contiguous(),
+        sinks=None if call.sinks is None else call.sinks.detach().float().clone(),
         value_dim=geometry.value_dim if geometry.is_latent else 0,
         k_scale=_scale(call.k_scale),
         v_scale=_scale(call.v_scale),

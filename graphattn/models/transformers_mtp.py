@@ -31,6 +31,7 @@ from graphattn.models.transformers import (
 from graphattn.models.transformers_calls import OBSERVE, RUN
 from graphattn.models.transformers_checks import unsupported
 from graphattn.models.transformers_latent import use_latents
+from graphattn.models.weights import follow
 
 
 def adapt(module: object | None, target: StepModel) -> TransformersMTP:
@@ -52,14 +53,16 @@ def adapt(module: object | None, target: StepModel) -> TransformersMTP:
     set_attention(tree, OBSERVE)
     layers = _observe(tree)
     set_attention(tree, RUN)
-    return TransformersMTP(tree, layers, target)
+    return TransformersMTP(tree, module, layers, target)
 
 
 class TransformersMTP:
     """Meets `mtp.MTPModule`. Made by `adapt`."""
 
-    def __init__(self, module: Any, layers: tuple[ObservedLayer, ...], target: StepModel) -> None:
-        self.module = module
+    def __init__(
+        self, module: Any, owner: MtpModel, layers: tuple[ObservedLayer, ...], target: StepModel
+    ) -> None:
+        self.module, self.owner = module, owner
         self.depth = len(layers)
         self.hidden_size: int = module.config.hidden_size
         self.vocab_size = target.vocab_size
@@ -67,9 +70,13 @@ class TransformersMTP:
         self.attention_layers = tuple(layer.spec for layer in layers)
         self.dtype = layers[0].kv_dtype
         self.device = layers[0].device
-        self._expected = {x.layer_idx: (i, x.geometry) for i, x in enumerate(layers)}
+        self._expected = {x.layer_idx: (i, x) for i, x in enumerate(layers)}
         # The visible ranges of a step stand for masks; making one reads positions on the host.
         module.create_masks_for_mtp_layer = _no_masks
+
+    def follow_owner(self) -> None:
+        """Run over the parameters and buffers that the owner's modules have now."""
+        follow(self.module, self.owner)
 
     def __call__(self, step: ModelStep, hidden: Tensor, index: int) -> MTPOutput:
         """See `mtp.MTPModule`."""

@@ -87,5 +87,5 @@ class _Script:
     def lasting(self) -> dict[str, Tensor]:
         return {"turn": self._turn}
 
-    def weights(self) -> dict[str, Tensor]:
+    def models(self) -> dict[str, object]:
         return {}

@@ -171,3 +171,21 @@ def test_launch_options_reach_make_engine() -> None:
     with make_engine(model, stream=CudaStream(CUDA), backend="cuda") as engine:
         (done,) = engine.generate([[4, 5]], max_new_tokens=9)
         assert list(done.token_ids) == model.generate([4, 5], 9)
+
+
+def test_weights_that_change() -> None:
+    """Replay reads them at their addresses; other addresses are refused until captured anew."""
+    model, other = on_gpu(), on_gpu(seed=1)
+    with capture(model, backend="cuda") as engine:
+        model.load_state_dict(other.state_dict())
+        (done,) = engine.generate([[3, 1, 4]], max_new_tokens=8)
+        assert list(done.token_ids) == other.generate([3, 1, 4], 8)
+        model.load_state_dict(on_gpu().state_dict(), assign=True)
+        request = engine.submit([3, 1, 4], max_new_tokens=8)
+        with pytest.raises(graphattn.WeightsMovedError):
+            engine.step()
+        engine.recapture()
+        while engine.busy:
+            engine.step()
+            engine.poll(timeout=1)
+        assert request.token_ids == model.generate([3, 1, 4], 8)
