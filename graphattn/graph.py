@@ -48,6 +48,11 @@ class Graph:
     them. Random numbers drawn through torch's default generators are new in every replay, as they
     would be eagerly.
 
+    **Weights** are contents too: updated in place, the next replay sees them. With `prepack`, the
+    host backend keeps packed copies, for the CPU, of those of `weights` that linears use (float32
+    matrices, by name), follows in-place updates, and differs from eager in rounding. It is off by
+    default and ignored elsewhere.
+
     **Order.** On CUDA a replay is enqueued behind the work of the caller's current stream, and
     later work there waits for it: as if `fn` ran in that stream. On a CPU it has run on return.
     Not thread-safe. Raises `CaptureError` naming the program; then nothing was kept or changed.
@@ -60,11 +65,15 @@ class Graph:
         device: torch.device | str,
         backend: str = "auto",
         untouched: Iterable[Tensor] = (),
+        weights: Mapping[str, Tensor] | None = None,
+        prepack: bool = False,
         name: str | None = None,
     ) -> None:
         name = name or str(getattr(fn, "__name__", "program"))
         self._fn: Program | None
-        ((self._fn, self._stream, self._graph),) = _capture({name: fn}, device, backend, untouched)
+        ((self._fn, self._stream, self._graph),) = _capture(
+            {name: fn}, device, backend, untouched, weights, prepack
+        )
 
     @classmethod
     def family(
@@ -74,16 +83,18 @@ class Graph:
         device: torch.device | str,
         backend: str = "auto",
         untouched: Iterable[Tensor] = (),
+        weights: Mapping[str, Tensor] | None = None,
+        prepack: bool = False,
     ) -> dict[str, Graph]:
         """A graph of each program, by name, in memory that they share: one per bucket of a step.
 
         Give the largest first: all are warmed before the first is captured, and the largest makes
         the memory that the others fit in. A replay overwrites the intermediates of the others,
         never their outputs; they are replayed one at a time. Each is closed for itself. When one
-        cannot be captured, none is kept.
+        cannot be captured, none is kept. Options as of `Graph`; packed weights exist once.
         """
         family = {}
-        for fn, stream, graph in _capture(programs, device, backend, untouched):
+        for fn, stream, graph in _capture(programs, device, backend, untouched, weights, prepack):
             family[graph.name] = own = cls.__new__(cls)
             own._fn, own._stream, own._graph = fn, stream, graph
         return family
@@ -146,10 +157,16 @@ def _capture(
     device: torch.device | str,
     backend: str,
     untouched: Iterable[Tensor],
+    weights: Mapping[str, Tensor] | None,
+    prepack: bool,
 ) -> list[tuple[Program, Stream, captured.Graph]]:
     """Each program with the stream and the graph that serve it."""
     if not programs or not all(map(callable, programs.values())):
         raise wrong("programs", "callables without arguments, by name", programs, "Pass functions.")
+    if prepack and not weights:
+        raise wrong(
+            "weights", "the weights to pack", weights, "Pass dict(model.named_parameters())."
+        )
     device = torch.device(device)
     kind = resolve_backend(backend, device)
     stream = open_stream(device)
@@ -160,6 +177,8 @@ def _capture(
         device=device,
         stream=stream.cuda if isinstance(stream, CudaStream) else None,
         untouched=tuple(untouched),
+        weights=weights,
+        prepack=prepack and kind == "host",
     )
     stream.precede()
     return [(programs[name], stream, graph) for name, graph in graphs.items()]

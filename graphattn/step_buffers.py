@@ -7,12 +7,12 @@ first calls `prepare_lengths`, then `attend` in every attention layer; both can 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
-from graphattn.arguments import INT32, Arguments
+from graphattn.arguments import INT32, Arguments, Strides
 from graphattn.attention import check_layers
 from graphattn.bounds import Bounds
 from graphattn.dcp import DCP
@@ -126,6 +126,7 @@ class StepBuffers(ModelStep):
                 f"{page_table.shape[1]} on {page_table.device}",
                 "Widen it to bounds.pages_per_seq, or lower bounds.max_seq_len.",
             )
+        device = page_table.device
         own_pools = None if pools is None else _own_pools(pools, layers, bounds, held, args, dcp)
         rows = _rows(bounds, page_table)
         group = None if dcp is None else dcp.open()
@@ -148,7 +149,7 @@ class StepBuffers(ModelStep):
         """Views for a step of `tokens` places, at most those of `bounds.max_tokens`.
 
         `mixed=False` is a step of decode rows only, which launches less: rows have at most
-        `1 + bounds.max_drafts` places there. Nothing is allocated.
+        1 + max_drafts places there, and are never chunks of a prompt. Nothing is allocated.
         """
         most = self.bounds.max_tokens
         if not isinstance(tokens, int) or isinstance(tokens, bool) or not 1 <= tokens <= most:
@@ -194,8 +195,8 @@ class StepBuffers(ModelStep):
         Only contents are read, when the step runs: write new ones (`copy_`) between steps, capture
         once. A row whose slot is not in the table or whose context is not below `max_seq_len` has
         no tokens; tokens past `max_seq_len` do not exist; rows are cut where the places of the step
-        end. To be exactly repeatable, rows of one sequence should be of one kind whatever else is
-        in the step, which the default is.
+        end. A row's attention is bitwise the same in every batch and bucket in which it is a chunk,
+        and in every one in which it is a decode row.
         """
         rows, bounds, args = self._shared.rows, self.bounds, self._arguments()
         lengths = {"query_len": query_len, "context_len": context_len}
@@ -231,8 +232,9 @@ class StepBuffers(ModelStep):
         """Derive the metadata of a step from slot state, as the engine does: instead of
         `prepare_lengths`, for a caller whose state lives on the device by slot.
 
-        `rows` has the fields of `prepare` in `graphattn/kernels/ops.py`; its `page_table` is that
-        of these buffers, and `history` [slots, max_seq_len] gives `input_ids`.
+        `rows` has the fields of `prepare` in `graphattn/kernels/ops.py`, whose contents are trusted
+        to keep what is said there; its `page_table` is that of these buffers, and `history`
+        [slots, max_seq_len] gives `input_ids`.
         """
         if rows.page_table is not self.page_table:
             raise wrong(
@@ -241,7 +243,12 @@ class StepBuffers(ModelStep):
                 f"another of shape {list(rows.page_table.shape)}",
                 "Pass it to StepBuffers.allocate(page_table=...).",
             )
-        self._shared.rows.slot_of_row.copy_(rows.slot_of_row)
+        args, own = self._arguments(), self._shared.rows
+        for field in fields(rows):
+            layout = getattr(own, field.name).shape
+            strides: Strides = "rows" if field.name in ("history", "page_table") else "contiguous"
+            args.take(f"rows.{field.name}", getattr(rows, field.name), layout, INT32, strides)
+        own.slot_of_row.copy_(rows.slot_of_row)
         self._prepare(rows)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -43,7 +43,9 @@ class ModelStep:
         """The step by rows, and what the model keeps of their slots; see the contract."""
         if self._slots is None:
             if self._slot_memory is None:
-                raise UnsupportedModelError("step.slots: the passes of a drafter have none")
+                raise UnsupportedModelError(
+                    "step.slots: an engine has them, the passes of a drafter and StepBuffers do not"
+                )
             self._slots = StepSlots(self._slot_memory, self._shards[0])
         return self._slots
 

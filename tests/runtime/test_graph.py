@@ -99,6 +99,21 @@ def test_a_closed_graph_lets_go(backend: str) -> None:
     assert total() is None
 
 
+@torch.no_grad()
+def test_packed_weights_follow_updates() -> None:
+    torch.manual_seed(0)
+    linear, x = torch.nn.Linear(512, 512), torch.randn(3, 512)
+    weights = dict(linear.named_parameters())
+    with Graph(lambda: linear(x), device="cpu", weights=weights, prepack=True) as graph:
+        for _ in range(2):
+            graph.replay()
+            torch.testing.assert_close(graph.outputs, linear(x))
+            linear.weight.mul_(-2)
+        assert graph.info.memory_bytes > linear.weight.nbytes, "a second copy"
+    with pytest.raises(ConfigError, match="weights: wanted the weights to pack"):
+        Graph(lambda: linear(x), device="cpu", prepack=True)
+
+
 def test_work_of_the_caller_comes_before_and_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay and an eager run stand where they were called in the caller's own stream."""
     calls: list[str] = []

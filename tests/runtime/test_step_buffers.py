@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,6 +160,20 @@ def test_drafts_have_logits_at_every_place() -> None:
     assert buffers.metadata.logits_start.tolist() == [0, 3, 3, 6, 8]
     assert buffers.metadata.logits_count.tolist() == [3, 0, 1, 1]
     assert buffers.logits_token.tolist() == [0, 1, 2, 11, 0, 0, 13, 0, 0, 0, 0, 0]
+
+
+def test_slots_share_the_pages_of_a_prefix() -> None:
+    """Slot 6 goes on behind the first two pages of slot 2, which nobody writes again."""
+    caller = Caller(3)
+    for layer in range(len(LAYERS)):
+        for x, y in zip(caller.qkv[6][layer], caller.qkv[2][layer], strict=True):
+            x[:8] = y[:8]
+    caller.page_table[:, :10] = caller.pages
+    caller.page_table[6, :2] = caller.pages[2, :2]
+    caller.step(caller.buffers, [(2, 13)])
+    caller.cached[6] = 8
+    caller.step(caller.buffers, [(6, 5), (2, 1)])
+    caller.step(caller.buffers, [(2, 1), (6, 1)])
 
 
 def test_lengths_and_slot_state_give_the_same_step() -> None:
@@ -335,3 +350,6 @@ def test_bad_steps_and_values_are_refused() -> None:
         buffers.attend_latent(0, q, torch.zeros(20, DIM))
     with pytest.raises(ConfigError, match="page_table: wanted the page table of these buffers"):
         buffers.prepare_slots(allocate()._shared.rows)
+    rows = replace(buffers._shared.rows, history=torch.zeros(4, 39).int())
+    with pytest.raises(ConfigError, match=r"rows.history: wanted shape \[4, 40\]"):
+        buffers.prepare_slots(rows)
