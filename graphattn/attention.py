@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from graphattn.bounds import Bounds
 from graphattn.dcp import ContextParallel
 from graphattn.errors import UnsupportedModelError
+from graphattn.foreign.calling import attend_by
+from graphattn.foreign.contract import ForeignAttention
 from graphattn.kernels import ops
 from graphattn.kernels.tiles import (
     MAX_HEAD_DIM,
@@ -26,6 +28,7 @@ from graphattn.kernels.tiles import (
 from graphattn.metadata import StepMetadata, WorkShape, window_groups
 from graphattn.models.contract import AttentionLayer
 from graphattn.pages import FP8, KVPools
+from graphattn.work import AttentionWork
 
 MAX_SPLITS = 32  # of a decode row; bounds the partials whatever the context length
 
@@ -220,6 +223,7 @@ class Attention:
     slot_of_row: Tensor  # [B]
     shards: tuple[Shard, ...]
     parallel: ContextParallel | None
+    kernel: ForeignAttention | None  # that attends in our kernels' place
 
     def attend(
         self,
@@ -303,13 +307,18 @@ class Attention:
         limits = (bounds.decode_query_len, self.shape.prefill_block)
         keys, values = shard.pools.keys[layer], shard.pools.values[layer]
         if values is None:
-            latents = keys.squeeze(1)
+            keys = keys.squeeze(1)
             scale = spec.latent_scale if keys.dtype == FP8 else None
-            ops.latent_write(*entry, step.kv_slot, latents, scale, spec.value_dim)
-            ops.attend_latent(q, latents, *rows, *results, spec.scale, *limits, scale)
+            ops.latent_write(*entry, step.kv_slot, keys, scale, spec.value_dim)
         else:
             scales = (spec.k_scale, spec.v_scale) if keys.dtype == FP8 else (None, None)
-            options = (spec.scale, spec.softcap)
             ops.kv_write(*entry, step.kv_slot, keys, values, *scales)
+        if self.kernel is not None and (self.kernel.capabilities.prefill or not mixed):
+            seen = AttentionWork(*rows, *limits)
+            attend_by(self.kernel, q, keys, values, seen, replace(spec, sinks=sinks), out, lse)
+        elif values is None:
+            ops.attend_latent(q, keys, *rows, *results, spec.scale, *limits, scale)
+        else:
+            options = (spec.scale, spec.softcap)
             ops.attend(q, keys, values, *rows, sinks, *results, *options, *limits, *scales)
         return out, lse

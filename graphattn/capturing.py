@@ -11,6 +11,7 @@ from graphattn.dcp import DCP
 from graphattn.draft import Speculation
 from graphattn.engine import Engine
 from graphattn.errors import wrong
+from graphattn.foreign.contract import ForeignAttention
 from graphattn.models import adapt, notes
 from graphattn.report import Progress, reporter
 from graphattn.sizing import Options, resolve_measured
@@ -31,6 +32,7 @@ def capture(
     kv_dtype: torch.dtype | None = None,
     dcp: DCP | None = None,
     speculate: Speculation | None = None,
+    attention: ForeignAttention | None = None,
     run_ahead: int = 2,
     max_queue: int = 4096,
     prefix_reuse: bool = True,
@@ -61,6 +63,8 @@ def capture(
         dcp: shard the KV cache of every request over a group of ranks.
         speculate: `NGram(k)`, `DraftModel(model, k)` or `MTP(k)`: draft tokens, verified in the
             next step.
+        attention: an attention kernel of others that serves the model in ours' place, such as
+            `graphattn.foreign.sdpa.SDPA()`; docs/foreign-kernels.md. A drafter keeps ours.
         run_ahead: steps that may be launched before their results are read, 1 to 4.
         max_queue: requests that may wait for a slot.
         prefix_reuse: requests share the KV of equal prefixes, in whole units of
@@ -89,6 +93,7 @@ def capture(
             kv_dtype=kv_dtype,
             dcp=dcp,
             speculate=speculate,
+            attention=attention,
             run_ahead=run_ahead,
             max_queue=max_queue,
             prefix_reuse=prefix_reuse,

@@ -11,6 +11,7 @@ from torch import Tensor
 from graphattn.attention import Attention, Shard, Workspace, partial_traffic, work_shape
 from graphattn.bounds import Bounds
 from graphattn.dcp import ContextParallel, Reduce
+from graphattn.foreign.contract import ForeignAttention
 from graphattn.groups import Group
 from graphattn.inputs import InputBlock
 from graphattn.metadata import StepMetadata, StepRows
@@ -41,8 +42,10 @@ class ModelMemory:
         group: Group | None,
         reduce: Reduce,
         pools: KVPools | None = None,
+        kernel: ForeignAttention | None = None,
     ) -> None:
-        """`dtype`: of queries and outputs. `kv_dtype`: of the pages; None is `dtype`."""
+        """`dtype`: of queries and outputs. `kv_dtype`: of the pages; None is `dtype`. `kernel`
+        attends in our kernels' place."""
         device = page_table.device
         held = kv_dtype or dtype
         self.bounds = bounds
@@ -70,6 +73,7 @@ class ModelMemory:
             slot_of_row=slot_of_row,
             shards=self.shards,
             parallel=parallel,
+            kernel=kernel,
         )
 
     def _shard(
@@ -135,6 +139,7 @@ class StepMemory:
         device: torch.device,
         group: Group | None = None,
         reduce: Reduce = "ag_rs",
+        kernel: ForeignAttention | None = None,
     ) -> None:
         self.bounds, self.group, self.reduce = bounds, group, reduce
         self.kv_dtype = kv_dtype  # of all pages, a drafter's too; None: of each model's own dtype
@@ -152,6 +157,7 @@ class StepMemory:
             kv_dtype=kv_dtype,
             group=group,
             reduce=reduce,
+            kernel=kernel,
         )
 
     def scratch(self) -> dict[str, Tensor]:

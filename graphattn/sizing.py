@@ -23,6 +23,7 @@ from graphattn.config import (
 from graphattn.dcp import DCP
 from graphattn.draft import Drafter, Speculation
 from graphattn.errors import UnsupportedModelError, wrong
+from graphattn.foreign.contract import ForeignAttention, check_kernel
 from graphattn.groups import Group
 from graphattn.memory import StepMemory
 from graphattn.models.contract import SlotTensor, StepModel, slot_tensors
@@ -50,6 +51,7 @@ class EngineConfig:
     speculate: Speculation | None  # who drafts
     prefix_reuse: bool  # requests share the KV of equal prefixes
     prepack: bool  # host backend: pack the weights of constant linears
+    attention: ForeignAttention | None = None  # attends for the model, our kernels for its drafter
     notes: tuple[str, ...] = ()  # what was reduced or chosen on the caller's behalf
 
 
@@ -72,6 +74,7 @@ class Options:
     prefix_reuse: bool
     prepack: bool
     kv_dtype: torch.dtype | None = None
+    attention: ForeignAttention | None = None
 
 
 def resolve(options: Options, model: StepModel) -> EngineConfig:
@@ -120,6 +123,16 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
     )
     if options.num_pages is None:  # more pages than all slots can use are waste
         bounds = replace(bounds, num_pages=min(pages, max_batch * bounds.pages_per_seq))
+    if options.attention is not None:
+        check_kernel(
+            options.attention,
+            layers,
+            graphs=backend != "eager",
+            page_size=page_size,
+            dtype=kv_dtype or model.dtype,
+            decode_query_len=bounds.decode_query_len,
+            dcp_size=size,
+        )
     return EngineConfig(
         bounds=bounds,
         buckets=resolve_buckets(bounds, options.buckets),
@@ -132,7 +145,8 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         prefix_reuse=options.prefix_reuse and not kept,
         max_queue=max_queue,
         prepack=options.prepack and backend == "host" and model.dtype == torch.float32,
-        notes=tuple(filter(None, (note, _slots_note(kept)))),
+        attention=options.attention,
+        notes=tuple(filter(None, (note, _slots_note(kept), _kernel_note(options.attention)))),
     )
 
 
@@ -199,6 +213,7 @@ def open_memory(
         device=config.device,
         group=group,
         reduce="ag_rs" if config.dcp is None else config.dcp.reduce,
+        kernel=config.attention,
     )
     speculate = config.speculate
     return memory, None if speculate is None else speculate.open(memory, model)
@@ -216,6 +231,13 @@ def prefix_lookahead(config: EngineConfig) -> int | None:
     if not config.prefix_reuse:
         return None
     return 0 if config.speculate is None else config.speculate.lookahead
+
+
+def _kernel_note(kernel: ForeignAttention | None) -> str | None:
+    if kernel is None:
+        return None
+    rest = "" if kernel.capabilities.prefill else "; steps with prefill rows by our kernels"
+    return f"attention by {type(kernel).__name__}{rest}"
 
 
 def _parallel(dcp: DCP | None) -> tuple[int, int]:

@@ -29,6 +29,7 @@ FLOW = [
     "inputs",
     "state",
     "metadata",
+    "foreign",
     "prefix",
     "pages",
     "attention",
@@ -155,6 +156,9 @@ CROSSINGS = {
     ("graphattn/lockstep.py", "cpu"): "of norm weights, compared over ranks before capture",
     ("graphattn/lockstep.py", "numpy"): "of norm weights, compared over ranks before capture",
     ("graphattn/request.py", "tolist"): "of a caller's prompt, before it is queued",
+    ("graphattn/foreign/conformance.py", "cpu"): "of results, in a test of kernels",
+    ("graphattn/foreign/conformance_step.py", "tensor"): "a step of that test",
+    ("graphattn/foreign/conformance_step.py", "tolist"): "of metadata, to lay out that step",
 }
 CROSSERS = {"inputs": HOST_WRITES | {"numpy"}, "ring": HOST_READS}  # numpy(): staging on the host
 
