@@ -2,8 +2,7 @@
 
 CaptureError
 ├── RefusedError      the program does something that a graph cannot hold; says where and what to do
-├── GraphStateError   a graph was used in a state that does not allow it
-└── ReplayError       something that the graph relies on was changed since its capture
+└── GraphStateError   a graph was used in a state that does not allow it
 """
 
 from __future__ import annotations
@@ -32,7 +31,3 @@ class RefusedError(CaptureError):
 
 class GraphStateError(CaptureError):
     """A method was called in a state of the graph that does not allow it."""
-
-
-class ReplayError(CaptureError):
-    """The graph cannot be replayed: something that it relies on was changed since its capture."""

@@ -20,7 +20,7 @@ from graphattn import AttentionLayer, Bounds, Graph, StepBuffers
 
 HEADS, KV_HEADS, DIM, HIDDEN, VOCAB, LAYERS, EPS = 3, 1, 16, 48, 256, 2, 1e-6
 PAGE, PAGES, ROWS, MAX_LEN = 8, 40, 8, 128
-BUCKETS = ((48, True), (16, True), (8, False), (4, False), (2, False), (1, False))  # largest first
+BUCKETS = ((48, True), (16, True), (8, False), (2, False))  # token places, whether mixed
 
 
 def linears(**shapes: tuple[int, int]) -> nn.ModuleDict:

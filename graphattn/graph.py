@@ -32,9 +32,9 @@ class Graph:
     the tensors that `fn` used, at their addresses: `fn` gets its inputs from tensors that were made
     before and are written in place (`copy_`), and leaves results in such tensors or returns them.
     Frozen are shapes, strides, dtypes, and all that `fn` read from Python: numbers, flags, lists,
-    which branch was taken. `RefusedError`, with the line and what to write instead, is raised for
-    reading a tensor on the host, shapes that depend on values, tensors made from Python data, and
-    memory that is exchanged or resized.
+    which branch was taken. Refused, naming the line and what to write instead, are reading a tensor
+    on the host, shapes that depend on values, tensors made from Python data, and memory that `fn`
+    exchanges or resizes.
 
     **Ownership.** The graph keeps `fn` alive, and through it every tensor that `fn` refers to; a
     tensor that `fn` reaches in no other way than by its address must be kept by the caller.
@@ -48,10 +48,11 @@ class Graph:
     them. Random numbers drawn through torch's default generators are new in every replay, as they
     would be eagerly.
 
-    **Weights** are contents too: updated in place, the next replay sees them. With `prepack`, the
+    **Weights** are contents too: what is written in place the next replay sees; a parameter that
+    was exchanged for another, or whose `data` was, is not what the graph reads. With `prepack`, the
     host backend keeps packed copies, for the CPU, of those of `weights` that linears use (float32
-    matrices, by name), follows in-place updates, and differs from eager in rounding. It is off by
-    default and ignored elsewhere.
+    matrices, by name), and differs from eager in rounding; it packs anew what torch counts as
+    written, and everything after `weights_changed()`. Other backends ignore it.
 
     **Order.** On CUDA a replay is enqueued behind the work of the caller's current stream, and
     later work there waits for it: as if `fn` ran in that stream. On a CPU it has run on return.
@@ -115,11 +116,15 @@ class Graph:
         return self._graph.info
 
     def replay(self) -> None:
-        """Run the captured work once. Raises `GraphStateError` when closed, and `ReplayError` when
-        the host backend finds that memory was exchanged since."""
+        """Run the captured work once. Raises `GraphStateError` when closed."""
         self._stream.join()
         self._graph.replay()
         self._stream.precede()
+
+    def weights_changed(self) -> None:
+        """Weights were written in ways that torch does not count, such as by a kernel of one's own:
+        packed copies are made anew at the next replay. Raises `GraphStateError` when closed."""
+        self._graph.weights_changed()
 
     def run_eagerly(self) -> Any:
         """Run `fn` itself where the graph runs and return its outputs: what replays must equal."""

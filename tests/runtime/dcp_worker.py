@@ -118,6 +118,43 @@ def drafts() -> None:
             print(f"equal {type(speculate).__name__}", flush=True)
 
 
+def own_loop() -> None:
+    """StepBuffers of two rows, captured, in a greedy loop that every rank runs by itself."""
+    model = TinyModel(softcap=2.0, sinks=True, windows=(5, 0))
+    dcp = graphattn.DCP(dist.group.WORLD, interleave=3)
+    bounds = graphattn.Bounds(2, 64, 32, page_size=4, num_pages=32, dcp_size=dcp.size, interleave=3)
+    buffers = graphattn.StepBuffers.allocate(
+        bounds, model.attention_layers, dtype=torch.float32, device="cpu", dcp=dcp
+    )
+    buffers.page_table.copy_(torch.arange(2 * bounds.pages_per_seq).view(2, -1))
+    ids, lengths = torch.zeros(32, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int32)
+
+    def step() -> torch.Tensor:
+        buffers.prepare_lengths(lengths[0], lengths[1])
+        buffers.input_ids.copy_(ids)
+        return model(buffers).argmax(-1)
+
+    with graphattn.Graph(step, device="cpu") as graph:
+        for pair in (JOBS[:2], JOBS[2:4]):
+            tokens, cached = [list(p) for p, _ in pair], [0, 0]
+            for _ in range(6):
+                new = [t[c:][:16] for t, c in zip(tokens, cached, strict=True)]
+                flat = new[0] + new[1]
+                ids[: len(flat)] = torch.tensor(flat)
+                lengths.copy_(torch.tensor([[*map(len, new)], cached]))
+                graph.replay()
+                for row, token in enumerate(graph.outputs[:2].tolist()):
+                    cached[row] += len(new[row])
+                    if cached[row] == len(tokens[row]):
+                        tokens[row].append(token)
+            for (prompt, _), got in zip(pair, tokens, strict=True):
+                count = len(got) - len(prompt)
+                assert count >= 4
+                assert got[len(prompt) :] == model.generate(prompt, count)
+    buffers.close()
+    print("equal", flush=True)
+
+
 def late() -> None:
     """One rank enters capture seconds after the others."""
     if dist.get_rank() == 1:
@@ -192,10 +229,12 @@ def lose(leave: Callable[[], None]) -> None:
     os._exit(0)  # the group is broken: its teardown would wait for the lost rank
 
 
+SCENARIOS = (parity, sharded, drafts, own_loop, late, disagree, dead, stalled)
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    {f.__name__: f for f in (parity, sharded, drafts, late, disagree, dead, stalled)}[sys.argv[1]]()
+    {f.__name__: f for f in SCENARIOS}[sys.argv[1]]()
     sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()

@@ -39,6 +39,12 @@ def test_drafts_and_sampling_change_no_token(ranks: int) -> None:
     assert launch(ranks, "drafts").count("equal") == 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_loop_of_ones_own(ranks: int) -> None:
+    assert launch(ranks, "own_loop").count("equal") == ranks
+
+
 def test_ranks_may_enter_capture_seconds_apart() -> None:
     assert "equal" in launch(2, "late")
 

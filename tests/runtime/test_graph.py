@@ -91,7 +91,7 @@ def test_a_closed_graph_lets_go(backend: str) -> None:
     graph.close()
     graph.close()
     assert graph.outputs is None
-    for use in (graph.replay, graph.run_eagerly, lambda: graph.info):
+    for use in (graph.replay, graph.run_eagerly, graph.weights_changed, lambda: graph.info):
         with pytest.raises(GraphStateError, match="is closed"):
             use()
     del counter, use
@@ -109,6 +109,10 @@ def test_packed_weights_follow_updates() -> None:
             graph.replay()
             torch.testing.assert_close(graph.outputs, linear(x))
             linear.weight.mul_(-2)
+        linear.weight.data[3, 5] = 40  # neither counted nor, most likely, looked at
+        graph.weights_changed()
+        graph.replay()
+        torch.testing.assert_close(graph.outputs, linear(x))
         assert graph.info.memory_bytes > linear.weight.nbytes, "a second copy"
     with pytest.raises(ConfigError, match="weights: wanted the weights to pack"):
         Graph(lambda: linear(x), device="cpu", prepack=True)
