@@ -11,14 +11,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, NoReturn, Unpack
 
 from torch import Tensor
 
 from graphattn.checkup import Checkup, audit_programs
 from graphattn.config import Bucket
 from graphattn.errors import ConfigError, EngineClosedError, StepError, wrong
-from graphattn.inputs import StepInputs
 from graphattn.lockstep import Message, open_lockstep
 from graphattn.models.contract import StepModel
 from graphattn.outbox import Outbox
@@ -80,7 +79,11 @@ class Engine(AbstractContextManager["Engine"]):
         self._closed: str | None = None
         self._lockstep = open_lockstep(config, model)
         self._last_landed = time.monotonic()
-        self._runner.capture(progress)
+        try:
+            self._runner.capture(progress)
+        except BaseException:
+            self._release(drain=False)
+            raise
 
     @property
     def busy(self) -> bool:
@@ -118,9 +121,9 @@ class Engine(AbstractContextManager["Engine"]):
         graph is launched, also when nothing is to be done: engines that share experts over
         data-parallel ranks must all launch, the idle ones too.
 
-        Raises `StepError` when the launch failed; the engine is then closed and every request
-        has ended with that error. `ConfigError` for a bucket that is not the engine's or that
-        holds fewer rows than are decoding.
+        Raises `StepError` when the step failed; the engine is then closed and every request
+        has ended with that error. So it is when a signal breaks in. `ConfigError` for a bucket
+        that is not the engine's or that holds fewer rows than are decoding.
         """
         self._check_leads("step")
         if not self._ready():
@@ -209,7 +212,11 @@ class Engine(AbstractContextManager["Engine"]):
             while not self._outputs.has_room:
                 self._outputs.wait()
                 self._outputs.landed()
-            self._launch_or_end(message.inputs, buckets[message.bucket])
+            try:
+                self._runner.weights.check(all=bool(message.inputs.admissions))
+                self._runner.launch(message.inputs, buckets[message.bucket])
+            except BaseException as error:
+                self._fail(f"step {message.step} ({message.bucket})", error)
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Everything that has landed since the last call, in order.
@@ -252,11 +259,15 @@ class Engine(AbstractContextManager["Engine"]):
     def cancel(self, request: Request) -> bool:
         """End a request now; False when it had ended already."""
         self._check_open()
-        event = self._scheduler.cancel(request)
-        if event is None:
-            return False
-        self._outbox.put(event)
-        return True
+        try:
+            event = self._scheduler.cancel(request)
+            if event is not None:
+                self._outbox.put(event)
+        except ConfigError:
+            raise
+        except BaseException as error:
+            self._fail("cancelling a request", error)
+        return event is not None
 
     def stats(self) -> Stats:
         """Counters since capture, and the state of the moment."""
@@ -323,45 +334,54 @@ class Engine(AbstractContextManager["Engine"]):
         return True
 
     def _launch_plan(self, plan: Plan, bucket: Bucket | None) -> bool:
-        inputs = self._scheduler.apply(plan, idle=bucket is not None)
-        if bucket is None:
-            if not inputs.rows:
-                return False
-            bucket = self.config.buckets.smallest(inputs.tokens, mixed=inputs.mixed)
-        self._launch_or_end(inputs, bucket)
+        """Plan, inputs and launch are one: broken off anywhere between, the engine is closed."""
+        step, name = self._runner.steps, "no bucket yet"
+        try:
+            inputs = self._scheduler.apply(plan, idle=bucket is not None)
+            if bucket is None:
+                if not inputs.rows:
+                    return False
+                bucket = self.config.buckets.smallest(inputs.tokens, mixed=inputs.mixed)
+            name = bucket.name
+            if self._lockstep is not None:
+                self._lockstep.send(Message(step, name, inputs))
+            self._runner.launch(inputs, bucket)
+        except BaseException as error:
+            self._fail(f"step {step} ({name})", error)
         return True
 
-    def _launch_or_end(self, inputs: StepInputs, bucket: Bucket) -> None:
-        step = self._runner.steps
-        try:
-            if self._lockstep is not None and self._lockstep.leads:
-                self._lockstep.send(Message(step, bucket.name, inputs))
-            elif self._lockstep is not None:
-                self._runner.weights.check(all=bool(inputs.admissions))
-            self._runner.launch(inputs, bucket)
-        except Exception as error:
-            reason = f"step {step} ({bucket.name}) failed: {type(error).__name__}: {error}"
-            if self._lockstep is not None:
-                reason += f"; {self._lockstep.blame()}"
-            self._end(reason, FinishReason.ERROR)
-            raise StepError(f"{reason}. The engine is closed.") from error
-
     def _read_landed(self) -> None:
-        for result in self._outputs.landed():
-            self._last_landed = time.monotonic()
-            for event in self._scheduler.read(result):
-                self._outbox.put(event)
+        try:
+            for result in self._outputs.landed():
+                self._last_landed = time.monotonic()
+                self._outbox.put(*self._scheduler.read(result))
+        except BaseException as error:
+            self._fail("reading what has landed", error)
+
+    def _fail(self, what: str, error: BaseException) -> NoReturn:
+        """Something broke off half way, an error or a signal: nothing can go on from there."""
+        reason = f"{what} failed: {type(error).__name__}: {error}"
+        if self._lockstep is not None and isinstance(error, Exception):
+            reason += f"; {self._lockstep.blame()}"
+        self._end(reason, FinishReason.ERROR)
+        if isinstance(error, Exception):
+            raise StepError(f"{reason}. The engine is closed.") from error
+        raise error
 
     def _end(self, reason: str, finish: FinishReason) -> None:
         """Close: give every request a definite end, then free the graphs."""
         self._closed = reason
-        for request in self._scheduler.requests():
-            self._scheduler.cancel(request)
-            request.finish_reason, request.error = finish, reason
-            self._outbox.put(Event(request, (), (), True, finish, reason))
+        for request in self._scheduler.drop():
+            if not request.finished:
+                request.finish_reason, request.error = finish, reason
+            self._outbox.put(Event(request, (), (), True, request.finish_reason, request.error))
         if self._lockstep is not None and self._lockstep.leads:
             self._lockstep.send_close(self._runner.steps)
-        self._runner.close(drain=finish is FinishReason.CANCELLED)
+        self._release(drain=finish is FinishReason.CANCELLED)
+
+    def _release(self, *, drain: bool) -> None:
+        """Free the graphs and leave the group, once the steps in flight have ended if `drain`."""
+        self._runner.close(drain=drain)
         if self._lockstep is not None:
             self._lockstep.close()
         if self._group is not None:

@@ -158,28 +158,20 @@ class _Entry:
             name: view.numpy() for name, view in block_views(self.buffer, fields).items()
         }
         self.copied: Marker | None = None
-        self._sampling: list[Sampling | None] = [None] * bounds.max_batch
-
-    def set_sampling(self, latest: Sequence[Sampling | None]) -> None:
-        """Parameters by slot; only those that changed since this entry's last use are written."""
-        for slot, sampling in enumerate(latest):
-            if sampling is not None and self._sampling[slot] is not sampling:
-                self._sampling[slot] = sampling
-                for name in FLOATS:
-                    self.arrays[name].view(np.float32)[slot] = getattr(sampling, name)
-                self.arrays["top_k"][slot] = min(sampling.top_k, 2**31 - 1)
-                words = np.array([sampling.seed], dtype=np.uint64).view(np.int32)
-                self.arrays["seed"][slot] = words
+        self.sampling: dict[int, Sampling] = {}  # by slot, set since its last use
 
     def fill(self, inputs: StepInputs) -> None:
-        a = self.arrays
-        a["slot_of_row"].fill(-1)
-        a["query_len"].fill(0)
-        for row, (slot, query_len) in enumerate(inputs.rows):
-            a["slot_of_row"][row] = slot
-            a["query_len"][row] = query_len
+        a, count = self.arrays, len(inputs.rows)
+        if count:
+            a["slot_of_row"][:count], a["query_len"][:count] = zip(*inputs.rows, strict=True)
+        a["slot_of_row"][count:] = -1
+        a["query_len"][count:] = 0
+        for slot, sampling in self.sampling.items():
+            self._set_sampling(slot, sampling)
+        self.sampling.clear()
         a["release"].fill(0)
-        a["release"][inputs.releases] = 1
+        if inputs.releases:
+            a["release"][inputs.releases] = 1
         a["admit_generation"].fill(-1)
         for admission in inputs.admissions:
             self._admit(admission)
@@ -187,6 +179,12 @@ class _Entry:
         updates[len(inputs.page_updates) :].fill(-1)
         for i, update in enumerate(inputs.page_updates):
             updates[i] = update.slot, update.column, update.page
+
+    def _set_sampling(self, slot: int, sampling: Sampling) -> None:
+        for name in FLOATS:
+            self.arrays[name].view(np.float32)[slot] = getattr(sampling, name)
+        self.arrays["top_k"][slot] = min(sampling.top_k, 2**31 - 1)
+        self.arrays["seed"][slot] = np.array([sampling.seed], dtype=np.uint64).view(np.int32)
 
     def _admit(self, admission: Admission) -> None:
         a, slot = self.arrays, admission.slot
@@ -205,7 +203,6 @@ class InputRing:
     def __init__(self, bounds: Bounds, device: torch.device, *, steps_in_flight: int) -> None:
         self._entries = [_Entry(bounds, device) for _ in range(steps_in_flight + 1)]
         self._next = 0
-        self._sampling: list[Sampling | None] = [None] * bounds.max_batch
 
     def send(self, inputs: StepInputs, target: InputBlock, stream: Stream) -> None:
         """Stage `inputs` and enqueue their copy to `target`.
@@ -217,9 +214,8 @@ class InputRing:
         self._next = (self._next + 1) % len(self._entries)
         if entry.copied is not None:
             entry.copied.wait()
-        for admission in inputs.admissions:
-            self._sampling[admission.slot] = admission.sampling
-        entry.set_sampling(self._sampling)
+        for each in self._entries:
+            each.sampling |= {a.slot: a.sampling for a in inputs.admissions}
         entry.fill(inputs)
         stream.copy(target.block, entry.buffer)
         entry.copied = stream.mark()

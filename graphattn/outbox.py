@@ -22,12 +22,13 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._events)
 
-    def put(self, event: Event) -> None:
-        """Add the latest event."""
-        self._events.append(event)
-        self.emitted += len(event.token_ids)
-        self.ended += event.finished
-        self._ended_here += event.finished
+    def put(self, *events: Event) -> None:
+        """Add the latest events."""
+        self._events += events
+        self.emitted += sum([len(event.token_ids) for event in events])
+        ended = sum([event.finished for event in events])
+        self.ended += ended
+        self._ended_here += ended
 
     def take(self) -> list[Event]:
         """Hand out all events."""

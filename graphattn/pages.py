@@ -6,13 +6,14 @@ serve every rank of a DCP group, since rank 0's shard is the longest.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from graphattn.bounds import Bounds, prefix_unit
+from graphattn.bounds import Bounds, prefix_unit, tokens_in_shard
 from graphattn.inputs import PageUpdate
 from graphattn.models.contract import AttentionLayer
 from graphattn.prefix import PrefixCache, Unit
@@ -102,6 +103,7 @@ class PageAllocator:
         self._prefixes = PrefixCache(unit, lookahead or 0)
         self._free = list(range(bounds.num_pages - 1, -1, -1))
         self._holders = [0] * bounds.num_pages
+        self._taken = 0  # pages with a holder
         self._unit_of: dict[int, Unit] = {}  # by page
         self._tables: dict[int, _Table] = {}
 
@@ -113,12 +115,12 @@ class PageAllocator:
     @property
     def cached(self) -> int:
         """Pages that nobody holds and that a prefix may be found in."""
-        return sum(not self._holders[page] for page in self._unit_of)
+        return self._bounds.num_pages - self.free - self.taken
 
     @property
     def taken(self) -> int:
         """Pages that slots hold."""
-        return sum(count > 0 for count in self._holders)
+        return self._taken
 
     @property
     def available(self) -> int:
@@ -146,10 +148,16 @@ class PageAllocator:
         for unit in prefix.units:
             self._prefixes.wake(unit)
         for page in prefix.pages:
-            self._holders[page] += 1
+            self._hold(page)
         parent = prefix.units[-1].number if prefix.units else -1
         self._tables[slot] = _Table(list(prefix.pages), parent, len(prefix.units), self._shares)
         return [PageUpdate(slot, column, page) for column, page in enumerate(prefix.pages)]
+
+    def room(self, slot: int) -> int:
+        """Tokens that the pages of `slot` hold."""
+        b = self._bounds
+        entries = len(self._tables[slot].pages) * b.page_size
+        return tokens_in_shard(entries, b.dcp_size, b.interleave)
 
     def missing(self, slot: int, num_tokens: int) -> int:
         """Pages that `slot` must take to hold `num_tokens` tokens."""
@@ -196,6 +204,11 @@ class PageAllocator:
         table = self._tables[slot]
         return table.publishes and self._prefixes.covers(table.published, length, known)
 
+    def unit_end(self, slot: int) -> float:
+        """Tokens of `slot` at which its next unit is complete; infinite when it shares none."""
+        table = self._tables[slot]
+        return (table.published + 1) * self._prefixes.unit if table.publishes else math.inf
+
     def publish(self, slot: int, tokens: Sequence[int], length: int) -> None:
         """Let later requests find the whole units of the first `length` of `tokens`."""
         table, columns = self._tables[slot], self._unit_columns
@@ -228,13 +241,18 @@ class PageAllocator:
         if not self._free:
             self._unlist(self._prefixes.oldest())
         page = self._free.pop()
-        self._holders[page] = 1
+        self._hold(page)
         return page
+
+    def _hold(self, page: int) -> None:
+        self._taken += not self._holders[page]
+        self._holders[page] += 1
 
     def _let_go(self, page: int) -> None:
         self._holders[page] -= 1
         if self._holders[page]:
             return
+        self._taken -= 1
         if (unit := self._unit_of.get(page)) is None:
             self._free.append(page)
         elif not any(self._holders[p] for p in unit.pages):

@@ -23,8 +23,8 @@ def first_come(scheduler: Scheduler, max_tokens: int, *, mixed: bool) -> Plan:
         return Plan(decode, preempt=victims)
     places = max_tokens - len(decode) * scheduler.bounds.decode_query_len
     prefill: list[tuple[Request, int]] = []
-    for seat in seats:
-        if places and seat.prefilling and seat.request not in victims:
+    for seat in [seat for seat in seats if seat.prefilling]:
+        if places and seat.request not in victims:
             prefill.append((seat.request, min(seat.left, places)))
             places -= prefill[-1][1]
     if not victims:
@@ -36,20 +36,23 @@ def _decode(
     scheduler: Scheduler, seats: list[Seat], pages: int
 ) -> tuple[tuple[Request, ...], tuple[Request, ...], int]:
     """Who decodes, who is preempted for that, and the pages that are left."""
-    running, decode, victims = list(seats), [], []
-    for seat in seats:
-        if not seat.decodes or seat not in running:
+    last, decode, victims = len(seats), [], []
+    for index, seat in enumerate(seats):
+        if index >= last:
+            break  # it and all later ones are preempted
+        if not seat.decodes:
             continue
         needed = scheduler.decode_pages(seat)
         if needed > pages and seat.unread:
             continue
-        while needed > pages and seat in running:
-            victims.append(running.pop())
-            pages += scheduler.pages.yields(victims[-1].slot)
-        if seat in running:
+        while needed > pages and index < last:
+            last -= 1
+            victims.append(seats[last].request)
+            pages += scheduler.pages.yields(seats[last].slot)
+        if index < last:
             pages -= needed
             decode.append(seat.request)
-    return tuple(decode), tuple(seat.request for seat in victims), pages
+    return tuple(decode), tuple(victims), pages
 
 
 def _admit(scheduler: Scheduler, places: int, pages: int) -> list[tuple[Request, int]]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from graphattn.bounds import Bounds
 from graphattn.errors import RequestError, wrong
@@ -147,8 +147,7 @@ class Request:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """News of one request: tokens that have landed, and whether it ended with them."""
 
     request: Request

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,17 +54,17 @@ class OutputBlock:
             setattr(self, name, view.view(torch.float32) if name == "logprobs" else view)
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What one row of a landed step says; matched to its request by slot and generation."""
 
-    slot: int
+    slot: int  # -1 = padding row
     generation: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    drafted: int
+    emitted: int  # tokens
     finish: int
     context_len: int
+    logits_count: int  # places that were sampled: 1 + drafts, or 0
+    tokens: list[int]  # anything past those emitted, as in `logprobs`
+    logprobs: list[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +85,9 @@ class _Entry:
         self.arrays["logprobs"] = self.arrays["logprobs"].view(np.float32)
 
     def read(self, number: int) -> StepResult:
-        a = {name: array.tolist() for name, array in self.arrays.items()}
-        rows = (
-            RowResult(
-                slot,
-                a["generation"][row],
-                tuple(a["tokens"][row][: a["count"][row]]),
-                tuple(a["logprobs"][row][: a["count"][row]]),
-                max(0, a["logits_count"][row] - 1),
-                a["finish"][row],
-                a["context_len"][row],
-            )
-            for row, slot in enumerate(a["slot"])
-            if slot >= 0
-        )
-        return StepResult(number, tuple(rows))
+        columns = [array.tolist() for array in self.arrays.values()]
+        rows = tuple(map(RowResult._make, zip(*columns, strict=True)))
+        return StepResult(number, rows)
 
 
 class OutputRing:

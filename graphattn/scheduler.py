@@ -7,7 +7,8 @@ tokens.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 
 from graphattn.bounds import Bounds
@@ -45,14 +46,16 @@ class Scheduler:
         self.queue: deque[Request] = deque()  # without a slot; preempted ones come first
         self.free_slots = list(range(bounds.max_batch - 1, -1, -1))
         self.preemptions = self.reused = 0  # requests, and tokens of their prefixes found
-        self.drafted = [0] * bounds.max_drafts  # by place: how often there was a draft
-        self.accepted = [0] * bounds.max_drafts  # and how often it was emitted
         self._max_queue = max_queue
         self._window = window
+        self._query_len = bounds.decode_query_len
+        self._places = range(bounds.max_drafts)
         self._seats: dict[int, Seat] = {}  # by slot
+        self._in_order: list[Seat] = []  # first come first
         self._seat_of: dict[Request, Seat] = {}
         self._releases: list[int] = []  # slots to release on the device in the next step
         self._generation = 0
+        self._verified: Counter[tuple[int, int]] = Counter()  # rows by (drafts, accepted)
 
     @property
     def waiting(self) -> int:
@@ -72,16 +75,43 @@ class Scheduler:
     @property
     def seats(self) -> list[Seat]:
         """Of the running requests, first come first."""
-        return sorted(self._seats.values(), key=lambda seat: seat.request.id)
+        return self._in_order.copy()
 
     @property
     def decoding(self) -> int:
         """Rows that can decode in the next step."""
         return sum(seat.decodes for seat in self._seats.values())
 
+    @property
+    def drafted(self) -> list[int]:
+        """[k] how often there was a first, second, ... draft."""
+        rows = self._verified.items()
+        return [sum(n for (drafts, _), n in rows if drafts > i) for i in self._places]
+
+    @property
+    def accepted(self) -> list[int]:
+        """[k] how often the first, second, ... draft was emitted."""
+        rows = self._verified.items()
+        return [sum(n for (_, right), n in rows if right > i) for i in self._places]
+
     def requests(self) -> list[Request]:
         """Every request that has not ended, running ones first."""
-        return [seat.request for seat in self.seats] + list(self.queue)
+        return list(dict.fromkeys([*(seat.request for seat in self._in_order), *self.queue]))
+
+    def drop(self) -> list[Request]:
+        """Forget every request, also when a call was broken off half way; which they were.
+
+        One whose end was read, but not told, is among them.
+        """
+        requests = self.requests()
+        for seat in self._in_order:
+            if self.pages.pages_of(seat.slot):
+                self.pages.release(seat.slot)
+        self._in_order.clear()
+        self._seats.clear()
+        self._seat_of.clear()
+        self.queue.clear()
+        return requests
 
     def submit(self, request: Request) -> None:
         """Queue a request; `QueueFullError` at the bound."""
@@ -99,13 +129,14 @@ class Scheduler:
         """
         if request.finished:
             return None
-        if request in self._seat_of:
-            self._vacate(self._seat_of[request])
-        elif request in self.queue:
-            self.queue.remove(request)
-        else:
+        seat = self._seat_of.get(request)
+        if seat is None and request not in self.queue:
             raise wrong("request", "a request of this engine", request, "Keep what submit gave.")
         request.finish_reason = FinishReason.CANCELLED
+        if seat is None:
+            self.queue.remove(request)
+        else:
+            self._vacate(seat)
         return Event(request, (), (), True, FinishReason.CANCELLED)
 
     def prefix(self, request: Request) -> Prefix:
@@ -122,7 +153,8 @@ class Scheduler:
 
     def decode_pages(self, seat: Seat) -> int:
         """Pages that the next decode row of `seat` takes from those available."""
-        return self.pages.missing(seat.slot, seat.kv_bound(self.bounds))
+        bound = seat.kv_bound(self.bounds.max_drafts)
+        return self.pages.missing(seat.slot, bound) if bound > seat.room else 0
 
     def work(self) -> list[Work]:
         """Every request that has not ended, for a policy of somebody else."""
@@ -193,8 +225,15 @@ class Scheduler:
 
     def read(self, result: StepResult) -> list[Event]:
         """Take in a landed step: what its requests emitted, and which ended."""
-        events = (self._read_row(row) for row in result.rows)
-        return [event for event in events if event is not None]
+        events = []
+        for row in result.rows:
+            seat = self._seats.get(row.slot)
+            if seat is None or seat.generation != row.generation:
+                continue  # padding, or a late result of an earlier use of the slot
+            seat.landed = row.context_len
+            if row.emitted or row.finish:  # otherwise a chunk that does not end its prompt
+                events.append(self._read_row(seat, row))
+        return events
 
     def _waiting_work(self, request: Request) -> Work:
         prefix = self.prefix(request)
@@ -235,15 +274,21 @@ class Scheduler:
         return admitted_kv(request.known_len, request.stop_len, self.bounds)
 
     def _decode(self, seat: Seat, inputs: StepInputs) -> None:
-        self._trim(seat)
-        inputs.page_updates += self.pages.grow(seat.slot, seat.kv_bound(self.bounds))
-        inputs.rows.append((seat.slot, self.bounds.decode_query_len))
+        if self._window:
+            self._trim(seat)
+        bound = seat.kv_bound(self.bounds.max_drafts)
+        if bound > seat.room:
+            self._grow(seat, bound, inputs)
+        inputs.rows.append((seat.slot, self._query_len))
         seat.unread += 1
+
+    def _grow(self, seat: Seat, num_tokens: int, inputs: StepInputs) -> None:
+        inputs.page_updates += self.pages.grow(seat.slot, num_tokens)
+        seat.room = self.pages.room(seat.slot)
 
     def _admit(self, request: Request, inputs: StepInputs) -> Seat:
         """Seat a request with the pages of everything that is to be prefilled."""
         prefix = self.prefix(request)
-        self.queue.remove(request)
         slot = self.free_slots.pop()
         seat = Seat(
             request,
@@ -252,17 +297,22 @@ class Scheduler:
             tokens=request.known_tokens,
             prefilled=prefix.length,
             landed=prefix.length,
+            known_len=request.known_len,
+            kv_limit=self.bounds.max_kv_len(request.stop_len),
         )
         self._generation = (self._generation + 1) & 0x7FFFFFFF
         self._seats[slot] = self._seat_of[request] = seat
+        insort(self._in_order, seat, key=lambda seat: seat.request.id)
+        self.queue.remove(request)  # after it has its seat: a request is never nowhere
         inputs.page_updates += self.pages.open(slot, prefix)
-        inputs.page_updates += self.pages.grow(slot, self._admitted_kv(request))
+        self._grow(seat, self._admitted_kv(request), inputs)
         inputs.admissions.append(seat.admission())
         self.reused += prefix.length
         return seat
 
     def _chunk(self, seat: Seat, count: int, inputs: StepInputs) -> None:
-        self._trim(seat)
+        if self._window:
+            self._trim(seat)
         count = min(count, seat.left)  # more of it was found than when it was planned
         seat.prefilled += count
         inputs.rows.append((seat.slot, count))
@@ -272,35 +322,40 @@ class Scheduler:
         self._publish(seat)
 
     def _trim(self, seat: Seat) -> None:
-        if self._window and (columns := seat.columns_behind(self._window, self.bounds)):
+        if columns := seat.columns_behind(self._window, self.bounds):
             self.pages.trim(seat.slot, columns)
 
     def _publish(self, seat: Seat) -> None:
         if self.pages.completes(seat.slot, seat.written, seat.known_len):
             self.pages.publish(seat.slot, seat.request.known_tokens, seat.written)
+        seat.unit_end = self.pages.unit_end(seat.slot)
 
     def _preempt(self, seat: Seat) -> None:
+        self.queue.appendleft(seat.request)  # before it leaves its seat: it is never nowhere
         self._vacate(seat)
-        self.queue.appendleft(seat.request)
         seat.request.preemptions += 1
         self.preemptions += 1
 
-    def _read_row(self, row: RowResult) -> Event | None:
-        seat = self._seats.get(row.slot)
-        if seat is None or seat.generation != row.generation:
-            return None  # a late result of an earlier use of the slot
-        seat.landed = row.context_len
-        finish = Finish(row.finish)
-        if not row.token_ids and finish is Finish.RUNNING:
-            return None  # a chunk that does not end its prompt
-        request = seat.request
+    def _read_row(self, seat: Seat, row: RowResult) -> Event:
+        request, count = seat.request, row.emitted
+        tokens, logprobs = tuple(row.tokens[:count]), tuple(row.logprobs[:count])
         seat.unread -= 1
-        request.token_ids += row.token_ids
-        request.logprobs += row.logprobs
-        self._count_drafts(request, row)
-        if finish is Finish.RUNNING:
+        seat.known_len += count
+        request.token_ids += tokens
+        request.logprobs += logprobs
+        if row.logits_count > 1:
+            self._count_drafts(request, row)
+        if row.finish:
+            return self._end(seat, Finish(row.finish), tokens, logprobs)
+        if seat.known_len > seat.unit_end:
             self._publish(seat)
-            return Event(request, row.token_ids, row.logprobs)
+        return Event(request, tokens, logprobs)
+
+    def _end(
+        self, seat: Seat, finish: Finish, tokens: tuple[int, ...], logprobs: tuple[float, ...]
+    ) -> Event:
+        """Its last tokens have landed."""
+        request = seat.request
         if finish is Finish.ERROR:
             self.pages.retract(seat.slot)
             request.error = (
@@ -309,22 +364,19 @@ class Scheduler:
             )
         else:
             self._publish(seat)
-        self._vacate(seat)
         request.finish_reason = _REASONS[finish]
-        return Event(
-            request, row.token_ids, row.logprobs, True, request.finish_reason, request.error
-        )
+        self._vacate(seat)
+        return Event(request, tokens, logprobs, True, request.finish_reason, request.error)
 
     def _count_drafts(self, request: Request, row: RowResult) -> None:
-        accepted = max(0, len(row.token_ids) - 1)
-        request.drafted += row.drafted
+        drafted, accepted = row.logits_count - 1, max(0, row.emitted - 1)
+        request.drafted += drafted
         request.accepted += accepted
-        for place in range(row.drafted):
-            self.drafted[place] += 1
-            self.accepted[place] += place < accepted
+        self._verified[drafted, accepted] += 1
 
     def _vacate(self, seat: Seat) -> None:
         del self._seats[seat.slot], self._seat_of[seat.request]
         self.pages.release(seat.slot)
         self.free_slots.append(seat.slot)
         self._releases.append(seat.slot)
+        self._in_order.remove(seat)

@@ -24,7 +24,11 @@ class Seat:
     tokens: tuple[int, ...]  # known when it was admitted: the prompt, and what it had emitted
     prefilled: int  # of them, those of launched steps or of a prefix found
     landed: int  # context length after the last step that was read
+    known_len: int  # tokens that the host has seen: prompt and emitted
+    kv_limit: int  # most tokens whose KV is ever written
     unread: int = 0  # launched, unread steps in which it emits
+    room: int = 0  # tokens that its pages hold
+    unit_end: float = 0.0  # tokens at which its next unit can be shared
 
     @property
     def left(self) -> int:
@@ -34,36 +38,31 @@ class Seat:
     @property
     def prefilling(self) -> bool:
         """Whether some are left."""
-        return self.left > 0
-
-    @property
-    def known_len(self) -> int:
-        """Tokens that the host has seen: prompt and emitted."""
-        return self.request.known_len
-
-    @property
-    def may_emit(self) -> bool:
-        """Each unread step emits at least one token, so enough of them end the request."""
-        return self.known_len + self.unread < self.request.stop_len
+        return self.prefilled < len(self.tokens)
 
     @property
     def decodes(self) -> bool:
-        """Whether it has a decode row in the next step."""
-        return not self.prefilling and self.may_emit
+        """Whether it has a decode row in the next step.
+
+        Each unread step emits at least one token, so enough of them end the request.
+        """
+        return (
+            self.prefilled == len(self.tokens)
+            and self.known_len + self.unread < self.request.stop_len
+        )
 
     @property
     def written(self) -> int:
         """Tokens whose KV launched steps have written for good: of these, all are known."""
         return self.prefilled if self.known_len == len(self.tokens) else self.known_len - 1
 
-    def kv_bound(self, bounds: Bounds) -> int:
+    def kv_bound(self, max_drafts: int) -> int:
         """Most tokens whose KV the cache can hold after one more decode step.
 
         Tight when nothing is unread and there are no drafts.
         """
-        q, k = bounds.decode_query_len, bounds.max_drafts
-        longest = self.known_len - 1 + (self.unread + 1) * q + k
-        return min(longest, bounds.max_kv_len(self.request.stop_len))
+        longest = self.known_len + self.unread * (1 + max_drafts) + 2 * max_drafts
+        return longest if longest < self.kv_limit else self.kv_limit
 
     def columns_behind(self, window: int, bounds: Bounds) -> int:
         """Page-table columns that no step in flight or to come reads through `window` > 0.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -113,6 +114,35 @@ def test_the_loop_never_synchronises_nor_allocates() -> None:
         assert {n: t.data_ptr() for n, t in engine._runner.memory.tensors().items()} == addresses
         for request in requests:
             assert request.token_ids == model.generate(list(request.prompt), 60)
+
+
+WAITS = ("Synchronize", "cudaMemcpy", "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaMallocHost")
+
+
+def test_a_trace_of_a_hundred_steps_has_two_copies_each_and_no_synchronising_call() -> None:
+    with capture(on_gpu(max_seq_len=256)) as engine:
+        engine.generate([[1, 2, 3]] * 4, max_new_tokens=8)
+        for i in range(4):
+            engine.submit([i + 1] * 5, max_new_tokens=120, ignore_eos=True)
+        while engine.stats().running < 4:
+            engine.step()
+            engine.poll()
+        first = engine.stats().steps
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as trace:
+            with torch.profiler.record_function("loop"):
+                while engine.stats().steps < first + 100:
+                    engine.step()
+                    engine.poll()
+            torch.cuda.synchronize()  # the last copies land in the trace
+        events = list(trace.events())
+    (loop,) = [e.time_range for e in events if e.name == "loop" and e.device_type.name == "CPU"]
+    calls = [e.name for e in events if loop.start <= e.time_range.start <= loop.end]
+    assert "cudaGraphLaunch" in calls
+    waits = [name for name in calls if any(w in name for w in WAITS) and "Async" not in name]
+    assert waits == []
+    copies = Counter(e.name.split(" (")[0] for e in events if e.name.startswith("Memcpy"))
+    assert copies["Memcpy HtoD"] == copies["Memcpy DtoH"] == 100
 
 
 def test_capture_survives_a_busy_thread_and_leaves_no_trace() -> None:

@@ -144,10 +144,12 @@ def test_results_are_read_in_order_and_only_when_landed() -> None:
         stream.run_one()
     results = ring.landed()
     assert [r.number for r in results] == [0, 1]
+    q = BOUNDS.decode_query_len
     assert results[0].rows == (
-        RowResult(1, 0, (40,), (-0.5,), 1, 0, 6),
-        RowResult(2, 0, (), (), 1, 0, 6),
+        RowResult(1, 0, 1, 0, 6, 2, [40] * q, [-0.5] * q),
+        RowResult(-1, 0, 0, 0, 6, 2, [40] * q, [-0.5] * q),
+        RowResult(2, 0, 0, 0, 6, 2, [40] * q, [-0.5] * q),
     )
-    assert results[1].rows[0].token_ids == (41,)
+    assert results[1].rows[0].tokens == [41] * q
     assert ring.has_room
     assert ring.in_flight == 0
