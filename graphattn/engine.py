@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NoReturn, Unpack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Unpack
 
 from torch import Tensor
 
@@ -179,15 +179,9 @@ class Engine(AbstractContextManager["Engine"]):
         while self._outputs.in_flight:
             self._outputs.wait()
             self._read_landed()
-        try:
+        with self._whole("recapture"):
             self._runner.recapture()
-        except ConfigError:
-            raise
-        except Exception as error:
-            reason = f"recapture failed: {type(error).__name__}: {error}"
-            self._end(reason, FinishReason.ERROR)
-            raise StepError(f"{reason}. The engine is closed.") from error
-        self._scheduler.preempt_all()
+            self._scheduler.preempt_all()
         self.forget_prefixes()
         self._version = self._runner.weights.version
 
@@ -209,14 +203,10 @@ class Engine(AbstractContextManager["Engine"]):
                 raise
             if message is None:
                 return self.close()
-            while not self._outputs.has_room:
-                self._outputs.wait()
-                self._outputs.landed()
-            try:
+            self._outputs.make_room()
+            with self._whole(f"step {message.step}"):
                 self._runner.weights.check(all=bool(message.inputs.admissions))
                 self._runner.launch(message.inputs, buckets[message.bucket])
-            except BaseException as error:
-                self._fail(f"step {message.step} ({message.bucket})", error)
 
     def poll(self, timeout: float = 0.0) -> list[Event]:
         """Everything that has landed since the last call, in order.
@@ -259,14 +249,9 @@ class Engine(AbstractContextManager["Engine"]):
     def cancel(self, request: Request) -> bool:
         """End a request now; False when it had ended already."""
         self._check_open()
-        try:
-            event = self._scheduler.cancel(request)
-            if event is not None:
+        with self._whole("cancelling a request"):
+            if (event := self._scheduler.cancel(request)) is not None:
                 self._outbox.put(event)
-        except ConfigError:
-            raise
-        except BaseException as error:
-            self._fail("cancelling a request", error)
         return event is not None
 
     def stats(self) -> Stats:
@@ -334,39 +319,40 @@ class Engine(AbstractContextManager["Engine"]):
         return True
 
     def _launch_plan(self, plan: Plan, bucket: Bucket | None) -> bool:
-        """Plan, inputs and launch are one: broken off anywhere between, the engine is closed."""
-        step, name = self._runner.steps, "no bucket yet"
-        try:
+        step = self._runner.steps
+        with self._whole(f"step {step}"):
             inputs = self._scheduler.apply(plan, idle=bucket is not None)
             if bucket is None:
                 if not inputs.rows:
                     return False
                 bucket = self.config.buckets.smallest(inputs.tokens, mixed=inputs.mixed)
-            name = bucket.name
             if self._lockstep is not None:
-                self._lockstep.send(Message(step, name, inputs))
+                self._lockstep.send(Message(step, bucket.name, inputs))
             self._runner.launch(inputs, bucket)
-        except BaseException as error:
-            self._fail(f"step {step} ({name})", error)
         return True
 
     def _read_landed(self) -> None:
-        try:
+        with self._whole("reading what has landed"):
             for result in self._outputs.landed():
                 self._last_landed = time.monotonic()
                 self._outbox.put(*self._scheduler.read(result))
-        except BaseException as error:
-            self._fail("reading what has landed", error)
 
-    def _fail(self, what: str, error: BaseException) -> NoReturn:
-        """Something broke off half way, an error or a signal: nothing can go on from there."""
-        reason = f"{what} failed: {type(error).__name__}: {error}"
-        if self._lockstep is not None and isinstance(error, Exception):
-            reason += f"; {self._lockstep.blame()}"
-        self._end(reason, FinishReason.ERROR)
-        if isinstance(error, Exception):
-            raise StepError(f"{reason}. The engine is closed.") from error
-        raise error
+    @contextmanager
+    def _whole(self, what: str) -> Iterator[None]:
+        """Broken off half way, by an error or a signal, nothing can go on: the engine is closed.
+        A `ConfigError` is raised before anything is changed."""
+        try:
+            yield
+        except ConfigError:
+            raise
+        except BaseException as error:
+            reason = f"{what} failed: {type(error).__name__}: {error}"
+            if self._lockstep is not None and isinstance(error, Exception):
+                reason += f"; {self._lockstep.blame()}"
+            self._end(reason, FinishReason.ERROR)
+            if isinstance(error, Exception):
+                raise StepError(f"{reason}. The engine is closed.") from error
+            raise
 
     def _end(self, reason: str, finish: FinishReason) -> None:
         """Close: give every request a definite end, then free the graphs."""

@@ -107,6 +107,12 @@ class OutputRing:
         """Whether one more step can be launched."""
         return bool(self._idle)
 
+    def make_room(self) -> None:
+        """Wait until one more step can be launched, for a caller who wants no results."""
+        while not self.has_room:
+            self.wait()
+            self.landed()
+
     def receive(self, number: int, source: OutputBlock, stream: Stream) -> None:
         """Enqueue the copy of `source` behind the step that fills it."""
         entry = self._idle.popleft()
