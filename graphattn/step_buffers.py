@@ -17,15 +17,15 @@ from graphattn.attention import check_layers
 from graphattn.bounds import Bounds
 from graphattn.dcp import DCP
 from graphattn.errors import wrong
-from graphattn.groups import Group, VirtualGroup
+from graphattn.foreign.contract import ForeignAttention, check_kernel
+from graphattn.given import Pools, check_dcp, check_page_table, given_pools
+from graphattn.groups import Group
 from graphattn.kernels import ops
 from graphattn.memory import ModelMemory
 from graphattn.metadata import StepMetadata, StepRows
 from graphattn.models.contract import AttentionLayer
-from graphattn.pages import FP8, KVPools
+from graphattn.pages import FP8
 from graphattn.view import ModelStep
-
-Pools = Sequence[Sequence[Tensor]]  # per layer (k, v), or (latent,)
 
 HUGE_ID = 2**30  # out of bounds wherever it is taken for an index
 
@@ -83,6 +83,7 @@ class StepBuffers(ModelStep):
         page_table: Tensor | None = None,
         pools: Pools | None = None,
         dcp: DCP | None = None,
+        attention: ForeignAttention | None = None,
     ) -> StepBuffers:
         """Buffers of the largest step, `bounds.max_tokens` places, prefill and decode mixed.
 
@@ -102,6 +103,8 @@ class StepBuffers(ModelStep):
                 cache laid out as [num_pages, page_size, heads, head_dim] is passed as its
                 `transpose(1, 2)`. Default: allocated here. None with a `VirtualGroup`.
             dcp: shard the KV cache of every sequence over a group of ranks; see docs/dcp.md.
+            attention: a kernel of others that attends in ours' place; docs/foreign-kernels.md. One
+                that plans on the host (`host_plan`) is for loops that are not captured.
 
         The caller's tensors stay the caller's: kept alive, written only where `attend` says, never
         moved. Raises `ConfigError` naming the argument, or `UnsupportedModelError` for a geometry
@@ -113,21 +116,22 @@ class StepBuffers(ModelStep):
             raise wrong("dtype", "float32, bfloat16 or float16", dtype, "Pass that of K and V.")
         if (held := kv_dtype or dtype) not in (dtype, FP8):
             raise wrong("kv_dtype", f"{dtype} or {FP8}", kv_dtype, "Leave it out for the dtype.")
-        _check_dcp(bounds, dcp)
+        check_dcp(bounds, dcp)
         if page_table is None:
             size = (bounds.max_batch, bounds.pages_per_seq)
             page_table = torch.zeros(size, dtype=torch.int32, device=device)
-        args = Arguments()
-        args.take("page_table", page_table, ("slots", "columns"), INT32)
-        if page_table.device.type != device.type or page_table.shape[1] < bounds.pages_per_seq:
-            raise wrong(
-                "page_table",
-                f"at least {bounds.pages_per_seq} columns on {device}",
-                f"{page_table.shape[1]} on {page_table.device}",
-                "Widen it to bounds.pages_per_seq, or lower bounds.max_seq_len.",
+        args = check_page_table(page_table, bounds, device)
+        given = None if pools is None else given_pools(pools, layers, bounds, held, args, dcp)
+        if attention is not None:
+            check_kernel(
+                attention,
+                layers,
+                graphs=False,
+                page_size=bounds.page_size,
+                dtype=held,
+                decode_query_len=bounds.decode_query_len,
+                dcp_size=bounds.dcp_size,
             )
-        device = page_table.device
-        own_pools = None if pools is None else _own_pools(pools, layers, bounds, held, args, dcp)
         rows = _rows(bounds, page_table)
         group = None if dcp is None else dcp.open()
         memory = ModelMemory(
@@ -139,9 +143,10 @@ class StepBuffers(ModelStep):
             kv_dtype=held,
             group=group,
             reduce="ag_rs" if dcp is None else dcp.reduce,
-            pools=own_pools,
+            pools=given,
+            kernel=attention,
         )
-        own_slots = torch.arange(bounds.max_batch, dtype=torch.int32, device=device)
+        own_slots = torch.arange(bounds.max_batch, dtype=torch.int32, device=page_table.device)
         shared = _Shared(memory, rows, own_slots, dtype, group)
         return StepBuffers(shared, bounds.max_tokens, mixed=True)
 
@@ -336,47 +341,3 @@ def _rows(bounds: Bounds, page_table: Tensor) -> StepRows:
         draft_count=zeros(slots),
         page_table=page_table,
     )
-
-
-def _own_pools(
-    pools: Pools,
-    layers: Sequence[AttentionLayer],
-    bounds: Bounds,
-    dtype: torch.dtype,
-    args: Arguments,
-    dcp: DCP | None,
-) -> KVPools:
-    """The caller's pools, checked."""
-    if dcp is not None and isinstance(dcp.group, VirtualGroup):
-        raise wrong("pools", "None with a VirtualGroup", "pools", "Each of its ranks needs pools.")
-    if len(pools) != len(layers):
-        raise wrong(
-            "pools", f"one entry for each of {len(layers)} layers", len(pools), "See `layers`."
-        )
-    for i, (layer, tensors) in enumerate(zip(layers, pools, strict=True)):
-        pages = (bounds.num_pages,)
-        entry = (bounds.page_size, layer.head_dim)
-        shape = (*pages, *entry) if layer.value_dim else (*pages, layer.num_kv_heads, *entry)
-        if len(tensors) != (1 if layer.value_dim else 2):
-            kind = "(latent,)" if layer.value_dim else "(k, v)"
-            raise wrong(f"pools[{i}]", kind, f"{len(tensors)} tensors", "See `pools`.")
-        for j, tensor in enumerate(tensors):
-            args.take(f"pools[{i}][{j}]", tensor, shape, (dtype,), written=True)
-    return KVPools(
-        keys=tuple(
-            x[0].unsqueeze(1) if y.value_dim else x[0] for x, y in zip(pools, layers, strict=True)
-        ),
-        values=tuple(None if y.value_dim else x[1] for x, y in zip(pools, layers, strict=True)),
-    )
-
-
-def _check_dcp(bounds: Bounds, dcp: DCP | None) -> None:
-    wanted = (1, 1) if dcp is None else (dcp.size, dcp.interleave)
-    got = (bounds.dcp_size, bounds.interleave)
-    if bounds.dcp_size != wanted[0] or (dcp is not None and got != wanted):
-        raise wrong(
-            "bounds.dcp_size, bounds.interleave",
-            f"{wanted}, as `dcp` has them",
-            got,
-            "Make them equal.",
-        )

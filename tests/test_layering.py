@@ -39,6 +39,7 @@ FLOW = [
     "slots",
     "memory",
     "view",
+    "given",
     "step_buffers",
     "drafting",
     "draft",

@@ -13,6 +13,8 @@ from torch import Tensor
 import graphattn
 from graphattn import AttentionLayer, Bounds, StepBuffers
 from graphattn.errors import ConfigError, UnsupportedModelError
+from graphattn.foreign import ForeignAttention
+from graphattn.foreign.sdpa import SDPA
 from tests.models.dense_step import DenseStep
 from tests.runtime.tiny_model import TinyModel
 
@@ -38,6 +40,7 @@ class Caller:
         bounds: Bounds = BOUNDS,
         dcp: graphattn.DCP | None = None,
         kv_dtype: torch.dtype = torch.float32,
+        attention: ForeignAttention | None = None,
     ) -> None:
         self.rng, torch_rng = random.Random(seed), torch.Generator().manual_seed(seed)
 
@@ -67,6 +70,7 @@ class Caller:
             page_table=self.page_table,
             pools=self.pools,
             dcp=dcp,
+            attention=attention,
         )
 
     def rows(self, tokens: int, longest: int) -> list[tuple[int, int]]:
@@ -139,6 +143,14 @@ def test_fp8_pages() -> None:
     caller = Caller(5, kv_dtype=torch.float8_e4m3fn)
     for _ in range(12):
         caller.step(caller.buffers, caller.rows(20, 9))
+
+
+def test_a_kernel_of_others() -> None:
+    caller = Caller(6, attention=SDPA())
+    for _ in range(6):
+        caller.step(caller.buffers, caller.rows(20, 9))
+    with pytest.raises(ConfigError, match="attention: wanted a graphattn"):
+        allocate(attention=torch.nn.functional.scaled_dot_product_attention)
 
 
 @pytest.mark.parametrize("size", [2, 3])
