@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .arguments import mapped
+from .compiled import plain
 from .errors import CaptureError
 from .plausible import function_result, op_result
 from .rules import (
@@ -144,7 +145,7 @@ class _Auditor:
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
-            with _FunctionAudit(self), _OpAudit(self):
+            with plain(), _FunctionAudit(self), _OpAudit(self):
                 fn(*args)
         except _Stop:
             pass

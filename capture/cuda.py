@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .compiled import compiled_already
 from .errors import CaptureError
 from .graph import Graph, GraphInfo, GraphState
 from .inspect import Node, kinds, walk
@@ -81,6 +82,7 @@ class CudaGraph(Graph):
             self._cuda.stream(self._stream),
             grad_mode(torch.is_inference_mode_enabled()),
             compilation_refused(self.name),
+            compiled_already(),
         ):
             outputs = self._record(fn)
         pool_bytes = self._cuda.memory_reserved(self._device) - reserved

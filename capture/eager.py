@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from .compiled import plain
 from .graph import Graph, GraphInfo, GraphState
 from .record import grad_mode
 from .storages import Preserved, PreserveMode, random_state_preserved
@@ -44,7 +45,7 @@ class EagerGraph(Graph):
         preserved = Preserved(self._untouched)
         try:
             with random_state_preserved(self._device), grad_mode(self._inference):
-                with PreserveMode(preserved):
+                with plain(), PreserveMode(preserved):
                     outputs = fn()
                 fixed: T = tree_map_only(Tensor, torch.clone, outputs)
         finally:

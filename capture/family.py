@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from .arena import Arena
+from .compiled import REASON, graphs_of_its_own, plain, variants
 from .cuda import CudaGraph
 from .eager import EagerGraph
 from .errors import CaptureError
@@ -46,6 +46,9 @@ def capture_family(
     Raises `CaptureError` naming the program that failed. Then every graph is closed, and memory,
     random states and garbage collection are as before.
     """
+    for name, program in programs.items():
+        if part := graphs_of_its_own(program):
+            raise CaptureError(f"program {name!r}: {part} {REASON}")
     graphs: dict[str, Graph] = {}
     packed = PackedWeights((weights or {}).values() if prepack else ())
     make = _backend(
@@ -106,7 +109,7 @@ def _warm(
     """
     if backend == "cuda":
         torch.cuda.synchronize()  # what the programs read may have been made on other streams
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), variants(len(programs)):
             for name, program in programs.items():
                 with named(name):
                     _warm_one(program, untouched, runs=WARM_RUNS)
@@ -120,26 +123,18 @@ def _warm(
 def _warm_one(program: Program, untouched: Sequence[Tensor], *, runs: int) -> None:
     """One run that notes what is written, then `runs` as they are; memory is put back after each.
 
-    Compiled functions run eagerly in the first, since they cannot be looked into.
+    Compiled functions run plainly in the first, since they cannot be looked into.
     """
     preserved = Preserved(untouched)
     with grad_mode(torch.is_inference_mode_enabled()):
         try:
-            with _not_compiled(), PreserveMode(preserved):
+            with plain(), PreserveMode(preserved):
                 program()
             for _ in range(runs):
                 preserved.restore()
                 program()
         finally:
             preserved.restore()
-
-
-def _not_compiled() -> AbstractContextManager[Any]:
-    """Run functions of torch.compile eagerly, if there can be any."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 @contextmanager

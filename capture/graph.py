@@ -92,6 +92,10 @@ class Graph(ABC):
             self._require(GraphState.READY, "replay")
         self._replay()
 
+    def run_eagerly(self, fn: Callable[[], T]) -> T:
+        """Run the program itself, as the graph runs it: what a replay must equal."""
+        return fn()
+
     def weights_changed(self) -> None:
         """Weights may have been written unseen: what the graph holds copies of is copied anew."""
         self._require(GraphState.READY, "weights_changed")

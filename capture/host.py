@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .arena import Arena
 from .bind import Binder
+from .compiled import plain
 from .graph import Graph, GraphInfo, GraphState
 from .prepack import PackedLinear, PackedWeights
 from .record import grad_mode, record
@@ -53,6 +54,11 @@ class HostGraph(Graph):
             memory_bytes=self._memory_bytes,
             kinds=dict(self._kinds),
         )
+
+    def run_eagerly(self, fn: Callable[[], T]) -> T:
+        """Compiled functions run plainly, as they were recorded."""
+        with plain():
+            return fn()
 
     def weights_changed(self) -> None:
         """Pack weights anew at the next replay."""

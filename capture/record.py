@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .arguments import leaves, mapped
+from .compiled import plain
 from .errors import RefusedError
 from .rules import (
     GRADIENT,
@@ -106,6 +107,7 @@ def record(
         with (
             random_state_preserved(torch.device("cpu")),
             grad_mode(inference),
+            plain(),
             _FunctionGuard(recorder),
             recorder,
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,7 +80,10 @@ def verify(
 
     The state goes on from the replay's result. Ends at the first difference.
     """
-    replay = graph.replay if isinstance(graph, Graph) else graph
+    if isinstance(graph, Graph):
+        eager, replay = partial(graph.run_eagerly, eager), graph.replay
+    else:
+        replay = graph
     run = _Runs(watch)
     addresses = {name: tensor.data_ptr() for name, tensor in watch.items()}
     unstable: dict[str, Difference] = {}

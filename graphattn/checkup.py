@@ -141,7 +141,8 @@ class Checkup:
         self._scheduler.submit(new_request(step, prompt, params, bounds, ()))
 
     def _eager(self) -> None:
-        self._run(self._programs[self._bucket])
+        graph, program = self._graphs[self._bucket], self._programs[self._bucket]
+        self._run(lambda: graph.run_eagerly(program))
         self._places = [s.kv_slot.clone() for s in self._memory.target.narrow(self._bucket.tokens)]
         self._gather()
 

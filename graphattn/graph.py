@@ -133,7 +133,7 @@ class Graph:
         results: list[Any] = []
         self._stream.join()
         with torch.no_grad():
-            self._stream.submit(lambda: results.append(fn()))
+            self._stream.submit(lambda: results.append(self._graph.run_eagerly(fn)))
         self._stream.precede()
         return results[0]
 

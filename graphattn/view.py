@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import Tensor
 
 from graphattn._capture import nvtx_ranges
@@ -56,10 +58,15 @@ class ModelStep:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write K and V, attend over what each token may see; see the contract."""
-        with nvtx_ranges.scope(f"attend.{layer}"):
+        with _range(f"attend.{layer}"):
             return self._attention.attend(layer, q, k, v, self._shards, mixed=self._mixed)
 
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
         """Write the latents, attend over what each token may see; see the contract."""
-        with nvtx_ranges.scope(f"attend_latent.{layer}"):
+        with _range(f"attend_latent.{layer}"):
             return self._attention.attend_latent(layer, q, latent, self._shards, mixed=self._mixed)
+
+
+def _range(name: str) -> AbstractContextManager[None]:
+    """For profilers; torch.compile cannot trace what they are made of."""
+    return nullcontext() if torch.compiler.is_compiling() else nvtx_ranges.scope(name)

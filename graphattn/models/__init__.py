@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graphattn._capture.compiled import REASON, graphs_of_its_own, uncompiled
 from graphattn.errors import UnsupportedModelError
 from graphattn.models.contract import StepModel
 from graphattn.models.weights import Weights, weights
@@ -17,10 +18,12 @@ def adapt(model: object) -> StepModel:
     Raises `UnsupportedModelError` when it is neither, or a transformers model that cannot be
     served; the message says what is missing.
     """
+    if part := graphs_of_its_own(model):
+        raise UnsupportedModelError(f"model: {part} {REASON}")
     missing = [name for name in _CONTRACT if not hasattr(model, name)]
     if not missing and callable(model):
         return model  # type: ignore[return-value]
-    if any(c.__module__.startswith("transformers.") for c in type(model).__mro__):
+    if any(c.__module__.startswith("transformers.") for c in type(uncompiled(model)).__mro__):
         from graphattn.models import transformers
 
         return transformers.adapt(model)

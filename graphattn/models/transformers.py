@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from graphattn._capture.compiled import compiler_of, plain, uncompiled
 from graphattn.errors import UnsupportedModelError
 from graphattn.models.contract import AttentionLayer, ModelStep
 from graphattn.models.transformers_calls import OBSERVE, RUN, Call, Geometry, MaskShape
@@ -32,7 +33,7 @@ def adapt(model: object) -> TransformersModel:
 
     Raises `UnsupportedModelError`, which says what is missing.
     """
-    owner = check(model)
+    owner = check(uncompiled(model))
     check_latents(owner)
     experts = graph_safe_experts(owner)
     config = owner.config.get_text_config(decoder=True)
@@ -41,8 +42,10 @@ def adapt(model: object) -> TransformersModel:
     if experts is not None:
         set_experts(module, experts)
     set_attention(module, OBSERVE)
-    layers, logits = _observe(module, config.num_hidden_layers)
+    with plain():
+        layers, logits = _observe(module, config.num_hidden_layers)
     set_attention(module, RUN)
+    compiled = compile_as(module, owner, model)
     return TransformersModel(
         module,
         owner,
@@ -50,7 +53,9 @@ def adapt(model: object) -> TransformersModel:
         vocab_size=logits.shape[-1],
         max_seq_len=config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(owner),
-        notes=tuple(filter(None, (latent_note(module), experts and f"experts: {experts}"))),
+        notes=tuple(
+            filter(None, (latent_note(module), experts and f"experts: {experts}", compiled))
+        ),
     )
 
 
@@ -159,8 +164,26 @@ class ObservedLayer:
 
 def second_tree(model: PreTrainedModel) -> PreTrainedModel:
     """Modules and configuration copied, parameters and buffers shared."""
-    shared = {id(x): x for x in itertools.chain(model.parameters(), model.buffers())}
+    shared: dict[int, Any] = {
+        id(x): x for x in itertools.chain(model.parameters(), model.buffers())
+    }
+    shared |= {id(x): x for x in map(compiler_of, model.modules()) if x is not None}
     return copy.deepcopy(model, shared)
+
+
+def compile_as(module: PreTrainedModel, owner: PreTrainedModel, model: object) -> str | None:
+    """Compile our tree where the owner's is compiled, and in its way; says so for reports.
+
+    `model` is the owner, or what `torch.compile(owner)` returned.
+    """
+    compilers = {path: compiler_of(part) for path, part in owner.named_modules()}
+    compilers[""] = compiler_of(model)
+    parts = {path: compiler for path, compiler in compilers.items() if compiler is not None}
+    for path, compiler in parts.items():
+        mine = module.get_submodule(path)
+        if uncompiled(mine) is mine:  # a compiled module inside was copied as such
+            mine._compiled_call_impl = compiler(mine._call_impl)
+    return f"compiled by torch.compile: {len(parts)} modules" if parts else None
 
 
 def set_attention(module: PreTrainedModel, implementation: str) -> None:

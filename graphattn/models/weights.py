@@ -111,6 +111,7 @@ def _held(prefix: str, model: object) -> Iterator[Held]:
         for holder in holders:
             for key, tensor in holder.items():
                 if tensor is not None:
+                    path = path.replace("_orig_mod.", "").removesuffix("_orig_mod")
                     name = f"{prefix}{path}.{key}" if path else prefix + key
                     # the local part, where a tensor is spread over processes
                     pointer = getattr(tensor, "_local_tensor", tensor).data_ptr
