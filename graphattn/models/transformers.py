@@ -132,7 +132,7 @@ class Runner:
             )
         if observed.spec.sinks is not None:
             assert call.sinks is not None, "the geometry is as observed"
-            observed.spec.sinks.copy_(call.sinks)  # in the graph: they may be trained on
+            observed.spec.sinks.copy_(call.sinks.detach())  # in the graph: they may be trained on
         if geometry.is_latent:
             return self.step.attend_latent(layer, call.q, call.k.squeeze(1))
         return self.step.attend(layer, call.q, call.k, call.v)

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from graphattn.models.contract import AttentionLayer
+from graphattn.errors import UnsupportedModelError
+from graphattn.models.contract import AttentionLayer, StepSlots
 
 
 class DenseStep:
@@ -24,6 +25,10 @@ class DenseStep:
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
         latents = latent.unsqueeze(1)
         return self.attend(layer, q, latents, latents)[..., : self.layers[layer].value_dim]
+
+    @property
+    def slots(self) -> StepSlots:
+        raise UnsupportedModelError("a dense step has no slots")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         spec = self.layers[layer]
