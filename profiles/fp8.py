@@ -31,8 +31,9 @@ from torch import Tensor
 
 import graphattn
 from graphattn.demo import smollm2
+from graphattn.errors import UnsupportedModelError
 from graphattn.models import adapt
-from graphattn.models.contract import AttentionLayer, StepModel
+from graphattn.models.contract import AttentionLayer, StepModel, StepSlots
 from graphattn.models.scaled import ScaledModel
 from graphattn.text import encode, load
 from profiles.miniature.model import CHECKPOINT
@@ -113,6 +114,11 @@ class DenseStep:
         self.features: dict[str, Tensor] = {}
         self.errors: list[float] = []
         self._layers, self._kv_dtype = layers, kv_dtype
+
+    @property
+    def slots(self) -> StepSlots:
+        """None: models of attention layers only."""
+        raise UnsupportedModelError("a dense step has no slots")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `ModelStep`."""

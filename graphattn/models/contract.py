@@ -121,7 +121,7 @@ class ModelStep(Protocol):
 
     @property
     def slots(self) -> StepSlots:
-        """The step by rows. Raises `UnsupportedModelError` in the passes of a drafter."""
+        """The step by rows; `UnsupportedModelError` but in the steps of an engine's model."""
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
