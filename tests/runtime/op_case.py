@@ -23,13 +23,13 @@ def _common(args: dict[str, Any]) -> dict[str, Any]:
 
 def attend_args(case: Case) -> dict[str, Any]:
     """Of `ops.attend`."""
-    options = {name: case.args[name] for name in ("k_pool", "v_pool", "softcap", "sinks")}
-    return _common(case.args) | options
+    names = ("k_pool", "v_pool", "softcap", "sinks", "k_scale", "v_scale")
+    return _common(case.args) | {name: case.args[name] for name in names}
 
 
 def attend_latent_args(case: LatentCase) -> dict[str, Any]:
     """Of `ops.attend_latent`."""
-    return _common(case.args) | {"pool": case.args["pool"]}
+    return _common(case.args) | {name: case.args[name] for name in ("pool", "latent_scale")}
 
 
 def holding(base: Tensor, view: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,9 @@ from graphattn import bounds, ops
 from graphattn.kernels.attend import attend as attend_triton
 from graphattn.kernels.attend_latent import attend_latent as attend_latent_triton
 from graphattn.kernels.kv_write import kv_write as kv_write_triton
+from graphattn.kernels.kv_write_ref import kv_write_ref
 from graphattn.kernels.latent_write import latent_write as latent_write_triton
+from graphattn.kernels.latent_write_ref import latent_write_ref
 from tests.kernels import attend_case, latent_case
 from tests.kernels.attend_case import Row, Setting
 from tests.kernels.latent_case import Latent
@@ -28,9 +30,10 @@ from tests.runtime.op_case import (
     fused,
 )
 
+FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-QUICK = settings(max_examples=60, deadline=None)
-INTERPRETED = settings(max_examples=10, deadline=None)  # Triton's interpreter: 0.3 s each
+QUICK = settings(max_examples=40, deadline=None)
+INTERPRETED = settings(max_examples=6, deadline=None)  # Triton's interpreter: 0.3 s each
 LONG = settings(max_examples=600, deadline=None)
 
 page_sizes = st.sampled_from([1, 2, 3, 5, 16, 24, 64, 100, 256])
@@ -67,6 +70,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Row], Setting]:
         dim=draw(st.sampled_from([1, 3, 8, 20, 32])),
         page_size=draw(page_sizes),
         dtype=draw(st.sampled_from(DTYPES)),
+        kv_dtype=draw(st.sampled_from([None, None, FP8])),
         decode_query_len=draw(st.integers(1, 3)),
         window=draw(st.sampled_from([0, 0, 7])),
         softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
@@ -77,6 +81,8 @@ def steps(draw: st.DrawFn) -> tuple[list[Row], Setting]:
         interleave=draw(st.sampled_from([1, 3])),
         device="cpu",
     )
+    if setting.kv_dtype is not None:
+        setting = replace(setting, scales=draw(st.sampled_from(["", "head", "tensor"])))
     found = draw(rows(setting.decode_query_len))
     if not any(row.places for row in found):
         setting = replace(setting, tail=1)  # a step has places
@@ -173,20 +179,25 @@ def test_attention_interpreted_at_length(
 @st.composite
 def writes(draw: st.DrawFn) -> dict[str, Any]:
     """Pools in foreign memory, and tokens for distinct entries of them or for none."""
-    pages, heads, dim = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    pages, heads, dim = draw(st.integers(1, 5)), draw(st.integers(1, 5)), draw(st.integers(2, 9))
     page_size, dtype = draw(page_sizes), draw(st.sampled_from(DTYPES))
+    held = draw(st.sampled_from([dtype, FP8]))
     entries = range(pages * page_size)
     slots = draw(st.lists(st.sampled_from(entries), max_size=6, unique=True))
     slots = draw(st.permutations([*slots, *[-1] * draw(st.integers(0, 3))]))
     shape, seed = (pages, heads, page_size, dim), torch.Generator().manual_seed(0)
-    pool = torch.randn(shape, generator=seed).to(dtype)
-    tokens = torch.randn(2, len(slots), heads, dim, generator=seed).to(dtype)
+    pool = torch.randn(shape, generator=seed).to(held)
+    tokens = 9 * torch.randn(2, len(slots), heads, dim, generator=seed).to(dtype)
     tokens[:, [i for i, slot in enumerate(slots) if slot < 0]] = torch.nan
+    scales = [0.25 + torch.rand(n, generator=seed) for n in (heads, 1, 2)]
+    scaled = held == FP8 and draw(st.booleans())
     return {
         "tokens": [fused(x) if draw(st.booleans()) else x for x in tokens],
         "kv_slot": torch.tensor(slots, dtype=torch.int64),
         "layouts": [draw(layouts), draw(layouts)],
         "pool": pool,
+        "scales": scales if scaled else [None] * 3,
+        "value_dim": draw(st.integers(1, dim - 1)),
     }
 
 
@@ -197,18 +208,17 @@ def memory_bits(t: Tensor) -> Tensor:
 def writes_exactly(write: dict[str, Any], kv_write: Any, latent_write: Any) -> None:
     """Named entries, and nothing else of the memory that holds the pool."""
     (k, v), kv_slot, pool = write["tokens"], write["kv_slot"], write["pool"]
-    got = [LAYOUTS[name](pool.clone()) for name in write["layouts"]]
-    wanted = [LAYOUTS[name](pool.clone()) for name in write["layouts"]]
-    kv_write(k, v, kv_slot, got[0][1], got[1][1])
-    for x, (_, view) in zip((k, v), wanted, strict=True):
-        for t, slot in enumerate(kv_slot.tolist()):
-            if slot >= 0:
-                view[slot // pool.shape[2], :, slot % pool.shape[2]] = x[t]
+    k_scale, v_scale, latent_scale = write["scales"]
+    got, wanted = ([LAYOUTS[name](pool.clone()) for name in write["layouts"]] for _ in range(2))
+    kv_write(k, v, kv_slot, got[0][1], got[1][1], k_scale=k_scale, v_scale=v_scale)
+    kv_write_ref(k, v, kv_slot, wanted[0][1], wanted[1][1], k_scale, v_scale)
     for (a, _), (b, _) in zip(got, wanted, strict=True):
         assert torch.equal(memory_bits(a), memory_bits(b))
-    latents = LAYOUTS[write["layouts"][0]](pool[:, :1].clone())
-    latent_write(k[:, 0], kv_slot, latents[1].squeeze(1))
-    assert torch.equal(latents[1], wanted[0][1][:, :1])
+    got, wanted = ([LAYOUTS[write["layouts"][0]](pool[:, :1].clone())] for _ in range(2))
+    options = {"latent_scale": latent_scale, "value_dim": write["value_dim"]}
+    latent_write(k[:, 0], kv_slot, got[0][1].squeeze(1), **options)
+    latent_write_ref(k[:, 0], kv_slot, wanted[0][1].squeeze(1), **options)
+    assert torch.equal(memory_bits(got[0][0]), memory_bits(wanted[0][0]))
 
 
 @QUICK
