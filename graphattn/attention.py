@@ -28,7 +28,7 @@ from graphattn.kernels.tiles import (
 from graphattn.metadata import StepMetadata, WorkShape, window_groups
 from graphattn.models.contract import AttentionLayer
 from graphattn.pages import FP8, KVPools
-from graphattn.work import AttentionWork
+from graphattn.work import AttentionWork, in_schema_order
 
 MAX_SPLITS = 32  # of a decode row; bounds the partials whatever the context length
 
@@ -265,6 +265,27 @@ class Attention:
         outs, lses = zip(*parts, strict=True)
         return parallel.combine(outs, lses, sinks, sharded=sharded)
 
+    def work(self, layer: int, step: StepMetadata, *, mixed: bool) -> AttentionWork:
+        """What attention of a layer reads of a step, on the rank that `step` is of."""
+        group = self.shape.windows.index(self.layers[layer].window)
+        return AttentionWork(
+            page_table=self.page_table,
+            slot_of_row=self.slot_of_row,
+            query_start=step.query_start,
+            visible_start=step.visible_start[group],
+            visible_end=step.visible_end,
+            row_begin=step.row_begin[group],
+            row_end=step.row_end,
+            row_chunk=step.row_chunk[group],
+            row_splits=step.row_splits[group],
+            decode_items=step.decode_items[group],
+            decode_count=step.decode_count[group : group + 1],
+            prefill_items=step.prefill_items if mixed else None,
+            prefill_count=step.prefill_count if mixed else None,
+            decode_query_len=self.shards[0].bounds.decode_query_len,
+            prefill_block=self.shape.prefill_block,
+        )
+
     def _attend(
         self,
         shard: Shard,
@@ -276,35 +297,21 @@ class Attention:
         mixed: bool,
     ) -> tuple[Tensor, Tensor]:
         """Write, then attention over one shard: out [T, Hq, Dv] and lse [T, Hq]."""
-        spec, work, bounds = self.layers[layer], shard.workspace, shard.bounds
-        group = self.shape.windows.index(spec.window)
+        spec, space = self.layers[layer], shard.workspace
+        work = self.work(layer, step, mixed=mixed)
         (tokens, heads, _), dim = q.shape, spec.out_dim
-        places = (bounds.max_batch, self.shape.max_splits, bounds.decode_query_len, heads)
+        places = (shard.bounds.max_batch, self.shape.max_splits, work.decode_query_len, heads)
         num_places = math.prod(places)
-        out = work.out[: tokens * heads * dim].view(tokens, heads, dim)
-        lse = work.lse[: tokens * heads].view(tokens, heads)
-        rows = (
-            self.page_table,
-            self.slot_of_row,
-            step.query_start,
-            step.visible_start[group],
-            step.visible_end,
-            step.row_begin[group],
-            step.row_end,
-            step.row_chunk[group],
-            step.row_splits[group],
-            step.decode_items[group],
-            step.decode_count[group : group + 1],
-            step.prefill_items if mixed else None,
-            step.prefill_count if mixed else None,
-        )
+        out = space.out[: tokens * heads * dim].view(tokens, heads, dim)
+        lse = space.lse[: tokens * heads].view(tokens, heads)
+        rows = in_schema_order(work)
         results = (
-            work.partial_out[: num_places * dim].view(*places, dim),
-            work.partial_lse[:num_places].view(places),
+            space.partial_out[: num_places * dim].view(*places, dim),
+            space.partial_lse[:num_places].view(places),
             out,
             lse,
         )
-        limits = (bounds.decode_query_len, self.shape.prefill_block)
+        limits = (work.decode_query_len, work.prefill_block)
         keys, values = shard.pools.keys[layer], shard.pools.values[layer]
         if values is None:
             keys = keys.squeeze(1)
@@ -314,8 +321,7 @@ class Attention:
             scales = (spec.k_scale, spec.v_scale) if keys.dtype == FP8 else (None, None)
             ops.kv_write(*entry, step.kv_slot, keys, values, *scales)
         if self.kernel is not None and (self.kernel.capabilities.prefill or not mixed):
-            seen = AttentionWork(*rows, *limits)
-            attend_by(self.kernel, q, keys, values, seen, replace(spec, sinks=sinks), out, lse)
+            attend_by(self.kernel, q, keys, values, work, replace(spec, sinks=sinks), out, lse)
         elif values is None:
             ops.attend_latent(q, keys, *rows, *results, spec.scale, *limits, scale)
         else:

@@ -26,6 +26,7 @@ from graphattn.metadata import StepMetadata, StepRows
 from graphattn.models.contract import AttentionLayer
 from graphattn.pages import FP8
 from graphattn.view import ModelStep
+from graphattn.work import AttentionWork
 
 HUGE_ID = 2**30  # out of bounds wherever it is taken for an index
 
@@ -177,6 +178,12 @@ class StepBuffers(ModelStep):
         of each field is in `graphattn/kernels/ops.py`, under `prepare`."""
         return self._steps[0]
 
+    def work(self, layer: int) -> AttentionWork:
+        """What attention of a layer reads of the step, on this process's (first) rank: the argument
+        of `graphattn.ops.attend`. Its tensors are those of these buffers, for every step."""
+        self._spec(layer)
+        return self._attention.work(layer, self._steps[0], mixed=self._mixed)
+
     def prepare_lengths(
         self,
         query_len: Tensor,
@@ -294,10 +301,13 @@ class StepBuffers(ModelStep):
         self._shared.memory.prepare(self._steps, rows)
         self._shared.prepared = self
 
-    def _layer(self, layer: int) -> AttentionLayer:
+    def _spec(self, layer: int) -> AttentionLayer:
         layers = self._shared.memory.attention.layers
         if not isinstance(layer, int) or not 0 <= layer < len(layers):
             raise wrong("layer", f"an index in 0..{len(layers) - 1}", layer, "Count from 0.")
+        return layers[layer]
+
+    def _layer(self, layer: int) -> AttentionLayer:
         if self._shared.prepared is not self:
             raise wrong(
                 "attend",
@@ -305,7 +315,7 @@ class StepBuffers(ModelStep):
                 "others, or none",
                 "Call prepare_lengths of the same (narrowed) buffers first in the step.",
             )
-        return layers[layer]
+        return self._spec(layer)
 
     def _take_values(self, spec: AttentionLayer, entry: tuple[int, ...], **tensors: Tensor) -> None:
         """Check q, whose heads DCP may share out, and what each token leaves in the cache."""

@@ -16,8 +16,8 @@ from graphattn.errors import wrong
 class AttentionWork:
     """What an attention call reads of a step: rows, visible ranges and work lists.
 
-    Derived by `StepBuffers.prepare` for one window; read by every layer with that window. On a CPU
-    the ranges alone are used; a GPU walks the work lists. Contents may change between replays.
+    `StepBuffers.work` gives that of a layer. On a CPU the ranges alone are used; a GPU walks the
+    work lists. Contents may change between replays.
     """
 
     page_table: Tensor  # [slots, columns], any row stride

@@ -365,3 +365,28 @@ def test_bad_steps_and_values_are_refused() -> None:
     rows = replace(buffers._shared.rows, history=torch.zeros(4, 39).int())
     with pytest.raises(ConfigError, match=r"rows.history: wanted shape \[4, 40\]"):
         buffers.prepare_slots(rows)
+
+
+def test_the_operations_alone_attend_alike() -> None:
+    """What `buffers.work` reads is what `buffers.attend` reads, window and all."""
+    caller = Caller(3)
+    caller.step(caller.buffers, caller.rows(20, 9))
+    buffers = caller.buffers
+    for layer, spec in enumerate(LAYERS):
+        q, (k, v), pools = torch.randn(20, 6, DIM), torch.randn(2, 20, 2, DIM), caller.pools[layer]
+        before = [pool.clone() for pool in pools]
+        wanted = buffers.attend(layer, q, k, v).clone()
+        written = [pool.clone() for pool in pools]
+        for pool, old in zip(pools, before, strict=True):
+            pool.copy_(old)
+        work = buffers.work(layer)
+        out, lse = torch.full_like(wanted, torch.nan), torch.zeros(20, 6)
+        partials = graphattn.ops.Partials.allocate(work, 6, DIM)
+        graphattn.ops.kv_write(k, v, buffers.metadata.kv_slot, *pools)
+        graphattn.ops.attend(q, *pools, work, partials, out, lse, scale=spec.scale)
+        assert torch.equal(out, wanted)
+        assert wanted.any()
+        for pool, want in zip(pools, written, strict=True):
+            torch.testing.assert_close(pool, want, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(ConfigError, match=r"^layer: wanted an index in 0..1, got 2"):
+        buffers.work(2)
