@@ -4,6 +4,7 @@
 `graphattn.foreign.conformance` tests one; `sdpa` and `flex` are two. docs/foreign-kernels.md.
 """
 
+from graphattn.foreign.calling import attend_by
 from graphattn.foreign.contract import Capabilities, ForeignAttention
 
-__all__ = ["Capabilities", "ForeignAttention"]
+__all__ = ["Capabilities", "ForeignAttention", "attend_by"]
