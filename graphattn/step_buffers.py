@@ -288,7 +288,10 @@ class StepBuffers(ModelStep):
     def spoil(self) -> None:
         """Fill all that a step derives or computes here with NaN and ids out of range, to show that
         the next step relies on none of it (`verify(poison=buffers.spoil)`)."""
-        for tensor in self._shared.memory.scratch().values():
+        rows = self._shared.rows
+        derived = [rows.slot_of_row, rows.query_len, rows.context_len, rows.seq_len]
+        derived += [rows.prompt_len, rows.draft_count]
+        for tensor in [*derived, *self._shared.memory.scratch().values()]:
             tensor.fill_(float("nan") if tensor.is_floating_point() else HUGE_ID)
 
     def close(self) -> None:

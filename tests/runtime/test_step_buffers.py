@@ -196,6 +196,10 @@ def test_lengths_and_slot_state_give_the_same_step() -> None:
     query_len, context, slot = ints(6, 1, 0, 1), ints(3, 8, 0, 5), ints(2, 6, -1, 0)
     by_length.prepare_lengths(query_len, context, slot_of_row=slot, prefill=ints(1, 0, 0, 0))
     want = {name: tensor.clone() for name, tensor in by_length.metadata.tensors().items()}
+    values = [torch.randn(20, h, DIM) for h in (6, 2, 2)]
+    for pool in by_length.pools().values():
+        pool.zero_()
+    out = by_length.attend(0, *values).clone()
     by_length.spoil()
     by_slot.prepare_slots(
         graphattn.StepRows(
@@ -216,6 +220,7 @@ def test_lengths_and_slot_state_give_the_same_step() -> None:
     assert not want.pop("input_ids").any()
     for name, tensor in got.items():
         assert torch.equal(tensor, want[name]), name
+    assert torch.equal(by_slot.attend(0, *values), out)
 
 
 def test_a_step_never_leaves_its_buffers() -> None:
@@ -233,6 +238,8 @@ def test_a_step_never_leaves_its_buffers() -> None:
     decode = buffers.narrow(3, mixed=False)
     decode.prepare_lengths(ints(0, 5, 1, 2), ints(0, 0, 0, 0), slot_of_row=ints(0, -1, -1, -1))
     assert decode.metadata.query_start.tolist() == [0, 0, 1, 2, 3]
+    decode.prepare_lengths(ints(1, 1, 0, 0), ints(0, 0, 0, 0), prefill=ints(1, 1, 1, 1))
+    assert decode.metadata.prefill_count.item() == 0, "nobody would attend for it"
     after = [pool for pair in caller.pools or () for pool in pair]
     assert all(torch.equal(a.isnan(), b.isnan()) for a, b in zip(pools, after, strict=True))
 
