@@ -53,7 +53,6 @@ def plain(miniature: Any) -> list[tuple[int, ...]]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "replayed": {},
-    "two ranks": {"dcp": DCP(VirtualGroup(2), 1)},
     "its own module drafts": {"speculate": MTP(1)},
     "drafts over two ranks": {"speculate": NGram(3), "dcp": DCP(VirtualGroup(2), 3)},
 }
