@@ -27,6 +27,10 @@ def function_result(func: Any, tensor: Tensor) -> Any:
         return f"tensor(..., size={tuple(tensor.shape)})"
     if func is Tensor.data_ptr:
         return 0
+    if func is Tensor.pin_memory:
+        return tensor
+    if func is Tensor.backward:
+        return None
     if func in (torch.tensor_split, Tensor.tensor_split):
         return (tensor,)
     raise CaptureError(f"{func} cannot be stood in for.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -21,6 +21,12 @@ class Category(Enum):
     COPY_TO_HOST = "device-to-host copy"
     COPY_TO_DEVICE = "host-to-device copy"
     STORAGE = "storage change"
+    WAIT = "synchronisation"
+    STREAM = "other stream"
+    RANDOM = "random state"
+    PINNED = "host memory"
+    FROZEN = "frozen host value"
+    MOVED = "other tensor"
     GRADIENT = "gradient"
     OPAQUE = "not recordable"
     FAILED = "failed"
@@ -33,6 +39,10 @@ class Rule:
     category: Category
     reason: str
     fix: str
+
+    def saying(self, *values: object) -> Rule:
+        """With values put into its reason."""
+        return replace(self, reason=self.reason.format(*values))
 
 
 HOST_READ = Rule(
@@ -84,6 +94,64 @@ STORAGE = Rule(
     Category.STORAGE,
     "changes or exchanges the storage of a tensor: a graph holds addresses",
     "allocate at the upper bound before capture and write in place with copy_.",
+)
+COPY_FROM_PINNED = Rule(
+    Category.COPY_TO_DEVICE,
+    "copies from pinned host memory inside the program: a replay reads that memory when it runs, "
+    "whatever it holds by then, also when it was freed and handed on",
+    "copy into a device tensor before the replay, from a ring of pinned buffers that events guard.",
+)
+PINNED = Rule(
+    Category.PINNED,
+    "pins host memory inside the program: its block is recycled when the tensor is gone, and a "
+    "captured copy goes on using it",
+    "pin buffers before capture and keep them.",
+)
+WAIT = Rule(
+    Category.WAIT,
+    "waits for the device on the host, or asks it: not allowed while a stream is captured",
+    "wait after the replay, for an event recorded behind it.",
+)
+ALLOCATOR = Rule(
+    Category.STORAGE,
+    "returns device memory: not allowed while a stream is captured",
+    "call it before capture.",
+)
+OTHER_STREAM = Rule(
+    Category.STREAM,
+    "leaves the stream that is captured: its work is lost unless it is forked and joined by "
+    "events, and a step is then no straight line",
+    "launch everything on the stream that is captured.",
+)
+GENERATOR = Rule(
+    Category.RANDOM,
+    "draws from a generator that the graph does not know: the same numbers in every replay",
+    "use torch's default generator, or register_generator_state before capture.",
+)
+RANDOM_STATE = Rule(
+    Category.RANDOM,
+    "sets or reads a random state on the host: a replay does not do it again",
+    "seed before capture, or make the seed a tensor that the operation reads.",
+)
+OTHER_VALUE = Rule(
+    Category.FROZEN,
+    "was given {0!r} in one run and {1!r} in the next: a replay goes on with the first",
+    "put the value into a device tensor that is written before each replay.",
+)
+OTHER_SHAPE = Rule(
+    Category.FROZEN,
+    "was given a tensor of shape {0} in one run and {1} in the next: a replay keeps the first",
+    "allocate at the upper bound and mark what is valid, or capture a graph for each size.",
+)
+OTHER_PATH = Rule(
+    Category.FROZEN,
+    "is not where the run before went: a replay goes the way of its capture",
+    "compute both and choose with torch.where, or capture a graph for each way.",
+)
+OTHER_MEMORY = Rule(
+    Category.MOVED,
+    "was given another tensor than in the run before: a graph keeps the address of the first",
+    "allocate once before capture, and write into it with copy_.",
 )
 GRADIENT = Rule(
     Category.GRADIENT,
@@ -187,6 +255,8 @@ FUNCTION_RULES: dict[Any, Rule] = {
     Tensor.__deepcopy__: STORAGE,
     Tensor.__reduce_ex__: ADDRESS,
     Tensor.data.__set__: STORAGE,  # type: ignore[attr-defined]
+    Tensor.backward: GRADIENT,
+    Tensor.pin_memory: PINNED,
 }
 
 
