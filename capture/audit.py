@@ -19,6 +19,7 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .auditor import Auditor
+from .cuda_calls import a_device
 from .errors import CaptureError
 from .finding import Finding, allowance
 from .trace import Call, differences
@@ -102,12 +103,13 @@ def _report(auditor: Auditor) -> AuditReport:
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
-    """A fake CUDA device to build models and buffers on: no memory, no values, no driver.
+    """A fake CUDA device to build models and buffers on: no memory, no values, no driver. It says
+    that it is of compute capability 9.0.
 
     Tensors are made on it unless they name another device. `audit` uses the device that is
     active. Raises `CaptureError` on a CPU-only build of torch.
     """
-    with _require_fake_mode("cuda") as mode, torch.device("cuda"):
+    with _require_fake_mode("cuda") as mode, torch.device("cuda"), a_device():
         yield mode
 
 

@@ -65,8 +65,6 @@ def stand_ins(report: Report) -> Iterator[None]:
         "cuda.default_stream": stream("torch.cuda.default_stream"),
         "cuda.current_stream": stream("torch.cuda.current_stream"),
         "cuda.is_current_stream_capturing": lambda: True,
-        "cuda.current_device": lambda: 0,
-        "cuda.get_device_capability": lambda *args: (9, 0),
     }
     calls |= {
         name: _reports(report, f"torch.{name}", rule)
@@ -92,4 +90,15 @@ def stand_ins(report: Report) -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda if owner else torch, attribute, call))
         record = _reports(report, "torch.Tensor.record_stream", OTHER_STREAM)
         stack.enter_context(patch.object(torch.Tensor, "record_stream", record))
+        stack.enter_context(a_device())
+        yield
+
+
+@contextmanager
+def a_device(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """Within: `torch.cuda` names one device of this compute capability, driver or none."""
+    with (
+        patch.object(torch.cuda, "current_device", lambda: 0),
+        patch.object(torch.cuda, "get_device_capability", lambda *args: capability),
+    ):
         yield

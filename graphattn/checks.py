@@ -18,18 +18,29 @@ if TYPE_CHECKING:
     from graphattn._capture.audit import AuditReport
 
 
-def audit(fn: Callable[..., Any], *args: Any) -> AuditReport:
-    """Run `fn(*args)` on a fake CUDA device and report all that a CUDA graph cannot hold.
+def audit(
+    fn: Callable[..., Any],
+    *args: Any,
+    device: str = "cuda",
+    advance: Callable[[], object] | None = None,
+) -> AuditReport:
+    """Run `fn(*args)` twice on a fake CUDA device and report all that a CUDA graph cannot hold.
 
     Needs no GPU and no driver, only a CUDA build of torch (`CaptureError` without one). Tensors
     that the program meets, on whatever device, stand for device tensors of the same layout; nothing
     of theirs is read or written. Each finding names file, line, source, the reason and the fix:
     host reads, shapes that depend on values, copies between host and device, tensors made from
-    Python data. `report.ok` says that there are none, `str(report)` is for people.
+    Python data, waits, other streams, random states. What differs between the two runs would be
+    frozen, and is named where it enters: numbers, paths, tensors made anew; `advance()` is called
+    between them, to move on what a loop moves on between steps on the host.
+
+    A line, or the one above it, allows a finding with `# graphattn: allow CATEGORY: REASON`.
+    `report.ok` says that there are no others, `str(report)` is for people, `report.to_json()` for
+    programs. Raises `CaptureError` for a device that is not CUDA.
     """
     from graphattn._capture.audit import audit as run  # what it needs of torch takes long to import
 
-    return run(fn, *args)
+    return run(fn, *args, device=device, advance=advance)
 
 
 def verify(

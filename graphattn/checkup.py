@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from graphattn._capture.poison import poison
 from graphattn._capture.verify import VerifyReport, verify
 from graphattn.config import Bucket, BucketSet
 from graphattn.errors import wrong
@@ -22,7 +23,6 @@ from graphattn.scheduler import Scheduler
 if TYPE_CHECKING:
     from graphattn._capture.audit import AuditReport
 
-HUGE_ID = 2**30  # out of bounds wherever it is taken for an index
 ARRIVAL_CHANCE = 0.4  # of a new request before a step: batches grow, shrink and cross buckets
 
 
@@ -160,8 +160,7 @@ class Checkup:
             self._entries[name][: len(page)] = pool[page, :, offset]
 
     def _spoil(self) -> None:
-        for tensor in self._spoiled:
-            tensor.fill_(float("nan") if tensor.is_floating_point() else HUGE_ID)
+        poison(*self._spoiled)
         for pool, page, offset in self._written_entries().values():
             pool[page, :, offset] = float("nan")
 

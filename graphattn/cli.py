@@ -1,7 +1,7 @@
-"""The command `graphattn`: generate, demo.
+"""The command `graphattn`: generate, demo, audit.
 
-Exit codes: 0 success, 1 the demo found a difference, 2 a wrong argument or a missing piece, with
-one line on stderr that says what to do, 130 interrupted.
+Exit codes: 0 success, 1 the demo found a difference or the audit something, 2 a wrong argument or
+a missing piece, with one line on stderr that says what to do, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -80,6 +80,25 @@ def _parser() -> argparse.ArgumentParser:
         "demo", help="a real model answered, checked and timed in one run", allow_abbrev=False
     )
     demo.set_defaults(run=_demo)
+
+    audit = commands.add_parser(
+        "audit", help="list what a CUDA graph cannot hold, without a GPU", allow_abbrev=False
+    )
+    audit.set_defaults(run=_audit)
+    audit.add_argument(
+        "target",
+        metavar="TARGET",
+        help="a transformers folder (its whole step, from config.json alone), or MODULE:CALLABLE",
+    )
+    audit.add_argument(
+        "--advance",
+        metavar="MODULE:CALLABLE",
+        help="called between two runs: what a loop moves on between steps on the host",
+    )
+    audit.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of weights"
+    )
+    audit.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
 
@@ -94,6 +113,26 @@ def _demo(arguments: argparse.Namespace) -> int:
     from graphattn.demo.show import demo
 
     return 0 if demo(_write) else 1
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from graphattn.checks import audit
+    from graphattn.rehearse import audit_folder, named_callable
+
+    folder = Path(arguments.target)
+    if folder.is_dir():
+        if arguments.advance:
+            raise wrong("--advance", "a TARGET of MODULE:CALLABLE", folder, "Leave it out.")
+        report = audit_folder(folder, getattr(torch, arguments.dtype))
+    elif ":" in arguments.target:
+        advance = named_callable(arguments.advance) if arguments.advance else None
+        report = audit(named_callable(arguments.target), advance=advance)
+    else:
+        raise wrong("TARGET", "a folder or MODULE:CALLABLE", arguments.target, "Say steps:decode.")
+    _write(report.to_json() if arguments.json else str(report))
+    return 0 if report.ok else 1
 
 
 def _generate(arguments: argparse.Namespace) -> int:

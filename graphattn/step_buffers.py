@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from graphattn._capture.poison import poison
 from graphattn.arguments import INT32, Arguments, Strides
 from graphattn.attention import check_layers
 from graphattn.bounds import Bounds
@@ -27,8 +28,6 @@ from graphattn.models.contract import AttentionLayer
 from graphattn.pages import FP8
 from graphattn.view import ModelStep
 from graphattn.work import AttentionWork
-
-HUGE_ID = 2**30  # out of bounds wherever it is taken for an index
 
 
 @dataclass(slots=True)
@@ -291,8 +290,7 @@ class StepBuffers(ModelStep):
         rows = self._shared.rows
         derived = [rows.slot_of_row, rows.query_len, rows.context_len, rows.seq_len]
         derived += [rows.prompt_len, rows.draft_count]
-        for tensor in [*derived, *self._shared.memory.scratch().values()]:
-            tensor.fill_(float("nan") if tensor.is_floating_point() else HUGE_ID)
+        poison(*derived, *self._shared.memory.scratch().values())
 
     def close(self) -> None:
         """Leave the group of `dcp`, after the graphs that hold its collectives were closed; for all

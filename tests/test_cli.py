@@ -7,8 +7,8 @@ import torch
 
 from graphattn.cli import main
 from graphattn.demo import smollm2
-from graphattn.demo.parity import compare
 from graphattn.demo.runs import left_padded, run_generate
+from graphattn.parity import compare
 from graphattn.text import LineWriter, TextStream, encode, load
 from profiles.miniature.model import CHECKPOINT
 from tests.tiny_llama import byte_tokenizer, save_tiny_llama, tiny_llama

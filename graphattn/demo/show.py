@@ -11,9 +11,9 @@ import torch
 
 from graphattn.capturing import capture
 from graphattn.demo import smollm2
-from graphattn.demo.parity import compare
 from graphattn.demo.runs import Run, run_engine, run_generate, run_generate_batch
 from graphattn.engine import Engine
+from graphattn.parity import compare
 from graphattn.request import SamplingParams
 from graphattn.text import LineWriter, Loaded, TextStream, encode, load
 

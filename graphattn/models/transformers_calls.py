@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from graphattn.errors import UnsupportedModelError
@@ -110,7 +111,13 @@ class MaskShape:
 def _mask_shape(
     *args: object, mask_function: Callable[..., Tensor], config: PreTrainedConfig, **options: object
 ) -> MaskShape:
-    """Recognise the mask that transformers is about to build by evaluating its rule."""
+    """Recognise the mask that transformers is about to build by evaluating its rule, on real
+    positions also where the model lies on a fake device."""
+    with unset_fake_temporarily(), torch.device("cpu"):
+        return _evaluated(mask_function, config)
+
+
+def _evaluated(mask_function: Callable[..., Tensor], config: PreTrainedConfig) -> MaskShape:
     window = getattr(config, "sliding_window", None) or 0
     edge = max(window, getattr(config, "attention_chunk_size", None) or 0, 4)
     zero = torch.zeros((), dtype=torch.long)

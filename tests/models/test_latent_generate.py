@@ -16,8 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 import graphattn
-from graphattn.demo.parity import Verdict
 from graphattn.engine import Engine
+from graphattn.parity import Verdict
 from tests.models.latent_families import LATENT_FAMILIES, tiny_latent
 from tests.models.test_transformers_generate import NEW_TOKENS, _generate, _prompts, _verdicts
 from tests.runtime.test_replay import HUGE

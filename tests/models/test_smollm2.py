@@ -12,9 +12,9 @@ import torch
 
 import graphattn
 from graphattn.demo import smollm2
-from graphattn.demo.parity import compare
 from graphattn.demo.runs import run_generate
 from graphattn.demo.show import PROMPTS
+from graphattn.parity import compare
 from graphattn.text import Loaded, encode, load
 
 NEW_TOKENS = 64

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 import graphattn
-from graphattn.demo.parity import Verdict, compare
+from graphattn.parity import Verdict, compare
 from tests.models.families import VOCAB, tiny
 
 NEW_TOKENS = 14

@@ -1,0 +1,153 @@
+"""Assertions about captured programs, for the tests of any project.
+
+Import what you need, or put `pytest_plugins = ["graphattn.testing"]` into a conftest.py and take
+the fixtures of the same names. Nothing here needs a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphattn._capture.poison import poison
+from graphattn._capture.source import Place, user_place
+from graphattn._capture.storages import Storages, has_storage, tensors_in
+from graphattn.checks import audit, verify
+from graphattn.graph import Graph
+from graphattn.parity import Verdict, compare
+
+__all__ = [
+    "Verdict",
+    "assert_no_host_reads",
+    "assert_replay_matches",
+    "assert_same_tokens",
+    "no_allocation",
+    "poison",
+]
+
+
+def assert_no_host_reads(
+    fn: Callable[..., Any], *args: Any, advance: Callable[[], object] | None = None
+) -> None:
+    """`fn(*args)` holds nothing that a CUDA graph cannot: see `graphattn.audit`, which names each
+    line otherwise."""
+    report = audit(fn, *args, advance=advance)
+    if not report.ok:
+        raise AssertionError(str(report))
+
+
+def assert_replay_matches(
+    graph: Graph,
+    *,
+    inputs: Callable[[int], None],
+    watch: Mapping[str, Tensor],
+    steps: int = 20,
+    poison: Callable[[], None] | None = None,
+) -> None:
+    """Replays of `graph` equal its program run eagerly, bit for bit: see `graphattn.verify`."""
+    report = verify(graph, inputs=inputs, watch=watch, steps=steps, poison=poison)
+    if not report.ok:
+        raise AssertionError(str(report))
+
+
+def assert_same_tokens(
+    model: Any,
+    prompt: Iterable[int],
+    wanted: Iterable[int],
+    got: Iterable[int],
+    *,
+    near_ties: bool = False,
+) -> Verdict:
+    """Greedy tokens `got` of a transformers `model` equal those `wanted` for the same prompt.
+
+    With `near_ties`, a first difference is accepted where rounding can explain it; the verdict
+    returned says so, for a caller that counts and bounds them.
+    """
+    verdict = compare(model, tuple(prompt), tuple(wanted), tuple(got))
+    if not (verdict.equal or (near_ties and verdict.near_tie)):
+        raise AssertionError(str(verdict))
+    return verdict
+
+
+@contextmanager
+def no_allocation(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Within the block no memory is taken that outlives it.
+
+    On CUDA not even in between: the caching allocator's counters stand still. On a CPU operations
+    may make intermediates, but none may be kept; the error names the lines that made them.
+    """
+    if torch.device(device).type == "cuda":
+        before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
+        yield
+        count = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
+        if count:
+            raise AssertionError(f"{count} allocations on {device}")
+        return
+    births = _Births()
+    with births:
+        yield
+    if kept := births.kept():
+        lines = "\n".join(f"{num_bytes} bytes kept from {place}" for place, num_bytes in kept)
+        raise AssertionError(lines)
+
+
+class _Births(TorchDispatchMode):
+    """Notes which memory comes into being, and where."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = Storages()
+        self._places: dict[int, Place] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        given = {self._number(t) for t in tensors_in((args, kwargs or {})) if has_storage(t)}
+        output = func(*args, **(kwargs or {}))
+        for tensor in filter(has_storage, tensors_in(output)):
+            if (number := self._number(tensor)) not in given:
+                self._places.setdefault(number, user_place())
+        return output
+
+    def _number(self, tensor: Tensor) -> int:
+        return self._storages.number(tensor.untyped_storage())
+
+    def kept(self) -> list[tuple[Place, int]]:
+        alive = ((place, self._storages.alive(n)) for n, place in self._places.items())
+        return [(place, storage.nbytes()) for place, storage in alive if storage is not None]
+
+
+@pytest.fixture(name="assert_no_host_reads")
+def _assert_no_host_reads() -> Callable[..., None]:
+    return assert_no_host_reads
+
+
+@pytest.fixture(name="assert_replay_matches")
+def _assert_replay_matches() -> Callable[..., None]:
+    return assert_replay_matches
+
+
+@pytest.fixture(name="poison")
+def _poison() -> Callable[..., None]:
+    return poison
+
+
+@pytest.fixture(name="no_allocation")
+def _no_allocation() -> Callable[..., Any]:
+    return no_allocation
+
+
+@pytest.fixture
+def fake_cuda() -> Iterator[SimpleNamespace]:
+    """A fake CUDA device for the length of a test: models and buffers are made on it."""
+    from graphattn._capture.audit import fake_cuda as device
+
+    with device() as mode:
+        yield SimpleNamespace(mode=mode, device=torch.device("cuda"))
