@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from graphattn._capture.births import Births
 from graphattn._capture.poison import poison
-from graphattn._capture.source import Place, user_place
-from graphattn._capture.storages import Storages, has_storage, tensors_in
 from graphattn.checks import audit, verify
 from graphattn.graph import Graph
 from graphattn.parity import Verdict, compare
@@ -90,38 +88,12 @@ def no_allocation(device: torch.device | str = "cpu") -> Iterator[None]:
         if count:
             raise AssertionError(f"{count} allocations on {device}")
         return
-    births = _Births()
+    births = Births()
     with births:
         yield
     if kept := births.kept():
         lines = "\n".join(f"{num_bytes} bytes kept from {place}" for place, num_bytes in kept)
         raise AssertionError(lines)
-
-
-class _Births(TorchDispatchMode):
-    """Notes which memory comes into being, and where."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = Storages()
-        self._places: dict[int, Place] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        given = {self._number(t) for t in tensors_in((args, kwargs or {})) if has_storage(t)}
-        output = func(*args, **(kwargs or {}))
-        for tensor in filter(has_storage, tensors_in(output)):
-            if (number := self._number(tensor)) not in given:
-                self._places.setdefault(number, user_place())
-        return output
-
-    def _number(self, tensor: Tensor) -> int:
-        return self._storages.number(tensor.untyped_storage())
-
-    def kept(self) -> list[tuple[Place, int]]:
-        alive = ((place, self._storages.alive(n)) for n, place in self._places.items())
-        return [(place, storage.nbytes()) for place, storage in alive if storage is not None]
 
 
 @pytest.fixture(name="assert_no_host_reads")

@@ -1,5 +1,7 @@
 """The command line on a tiny model, and the pieces that put its answers on a screen."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,9 @@ from graphattn.text import LineWriter, TextStream, encode, load
 from profiles.miniature.model import CHECKPOINT
 from tests.tiny_llama import byte_tokenizer, save_tiny_llama, tiny_llama
 
+needs_cuda_build = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="needs a CUDA build of torch (no GPU, no driver)"
+)
 CHAT = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
@@ -108,6 +113,77 @@ def test_wrong_options_exit_2(arguments: list[str], capsys: pytest.CaptureFixtur
         main(arguments)
     assert stopped.value.code == 2
     assert "error: " in capsys.readouterr().err
+
+
+STEPS = """
+import torch
+
+X, LENGTH = torch.zeros(8), [3]
+
+
+def clean():
+    X.add_(1)
+
+
+def reads():
+    return X.sum().item()
+
+
+def sliced():
+    return X[: LENGTH[0]].sum()
+
+
+def tick():
+    LENGTH[0] += 1
+"""
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of somebody else, in the current folder."""
+    name = f"steps_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+@needs_cuda_build
+def test_audit_of_a_callable(steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", f"{steps}:clean"]) == 0
+    assert "nothing that a CUDA graph cannot hold" in capsys.readouterr().out
+    assert main(["audit", f"{steps}:reads", "--json"]) == 1
+    (finding,) = json.loads(capsys.readouterr().out)["findings"]
+    assert (finding["category"], finding["line"]) == ("host read", 12)
+    assert main(["audit", f"{steps}:sliced"]) == 0
+    assert main(["audit", f"{steps}:sliced", "--advance", f"{steps}:tick"]) == 1
+    assert "frozen host value" in capsys.readouterr().out
+
+
+@needs_cuda_build
+def test_audit_of_a_model_from_its_configuration(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No weight is read: there are none beside the copied file."""
+    shutil.copy(folder / "config.json", tmp_path)
+    assert main(["audit", str(tmp_path)]) == 0
+    assert "nothing that a CUDA graph cannot hold" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("nowhere", "TARGET: wanted a folder or MODULE:CALLABLE"),
+        ("no_such_module:step", "no_such_module:step: cannot be imported"),
+        ("torch:no_such", "torch:no_such: cannot be imported"),
+        ("torch:float32", "torch:float32: wanted a callable, got dtype"),
+        (".", "is no transformers folder: it has no config.json"),
+    ],
+)
+def test_what_cannot_be_audited(
+    target: str, said: str, steps: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", target]) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_chat_template_is_used_where_there_is_one() -> None:

@@ -23,7 +23,7 @@ needs_cuda_build = pytest.mark.skipif(
 
 def test_every_section_has_its_test() -> None:
     sections = re.findall(r"^## (.*)$", DOC.read_text(), re.MULTILINE)
-    names = {"test_" + re.sub(r"\W+", "_", section) for section in sections}
+    names = {"test_" + re.sub(r"\W+", "_", section.lower()) for section in sections}
     tests = {n for n in dir(sys.modules[__name__]) if n.startswith("test_")}
     assert tests - {"test_every_section_has_its_test"} == names
 
@@ -125,7 +125,7 @@ def test_an_exchanged_weight_is_not_seen() -> None:
         engine.generate([[1, 2]], max_new_tokens=3)
         model.load_state_dict(other.state_dict(), assign=True)
         engine.submit([1, 2], max_new_tokens=6)
-        with pytest.raises(graphattn.ConfigError, match="recapture"):
+        with pytest.raises(graphattn.WeightsMovedError, match="recapture"):
             engine.step()
         engine.recapture()
         while engine.busy:
