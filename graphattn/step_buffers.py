@@ -29,6 +29,7 @@ from graphattn.pages import FP8
 from graphattn.view import ModelStep
 from graphattn.work import AttentionWork
 
+
 @dataclass(slots=True)
 class _Shared:
     """What the views of all buckets have in common."""
