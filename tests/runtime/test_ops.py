@@ -205,7 +205,7 @@ def test_wrong_scales_are_named(
     with pytest.raises(ConfigError, match=f"^{name}: wanted .*{message}"):
         ops.kv_write(**write, **{name: factor})
     with pytest.raises(ConfigError, match=f"^{name}: wanted .*{message}"):
-        ops.attend(**call, **{name: factor})
+        ops.attend(**(call | {name: factor}))
     assert not any(write[n].float().any() for n in ("k_pool", "v_pool"))
 
 
@@ -218,7 +218,7 @@ def test_wrong_scales_of_latents_are_named() -> None:
         ops.latent_write(latent, kv_slot, pool, latent_scale=torch.ones(2))
     args = latent_call()
     with pytest.raises(ConfigError, match=r"^latent_scale: wanted None for pools that are not FP8"):
-        ops.attend_latent(**args, latent_scale=torch.ones(2))
+        ops.attend_latent(**(args | {"latent_scale": torch.ones(2)}))
 
 
 def partial_call(op: str) -> dict[str, Any]:
