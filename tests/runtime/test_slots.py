@@ -196,6 +196,14 @@ def test_padding_and_ended_slots_keep_every_bit(
             assert torch.equal(tensor, after[name]), name
 
 
+def test_padding_rows_beside_slot_0_leave_it_alone(model: TinyRecurrent) -> None:
+    """They count as rows of slot 0 wherever -1 would be an index out of range."""
+    with make_engine(model, buckets=[4]) as engine:
+        (done,) = engine.generate([[5, 6]], max_new_tokens=12)
+        assert list(done.token_ids) == model.generate([5, 6], 12)
+        assert engine._scheduler.free_slots[-1] == 0, "it was slot 0"
+
+
 def test_a_row_of_an_ended_slot_keeps_every_bit(model: TinyRecurrent) -> None:
     """The host runs ahead: it launches rows for a request that has ended meanwhile."""
     with make_engine(model, run_ahead=3, stream=LaggingStream(1), max_batch=1) as engine:
