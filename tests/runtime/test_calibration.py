@@ -62,7 +62,7 @@ def test_a_calibrated_model_serves_and_keeps_its_weights() -> None:
 
     def same(served: object) -> int:
         with make_engine(served, kv_dtype=FP8) as engine:
-            assert engine._runner.weights.keys() == dict(model.named_parameters()).keys()
+            assert engine._runner.weights.parameters.keys() == dict(model.named_parameters()).keys()
             done = engine.generate(TEXTS, max_new_tokens=6)
         pairs = zip(done, exact, strict=True)
         return sum(a == b for x, y in pairs for a, b in zip(x.token_ids, y, strict=True))
