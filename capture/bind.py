@@ -40,10 +40,18 @@ class Binder:
         """Packed weights of the calls bound so far; refresh them before each replay."""
         return tuple(self._packs.values())
 
-    def calls(self) -> Iterator[tuple[str, Callable[[], Any]]]:
-        """The calls of a replay, in order, each with the way in which it is replayed."""
+    def calls(self) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+        """The calls of a replay, in order: its operation, the way it is replayed, the call.
+
+        Linears that are one call are named as one, with their number.
+        """
         for step in self._steps:
-            yield ("packed", self._packed_call(step)) if step.linears else self._call(step.ops[0])
+            name = str(step.ops[0].func)
+            if step.linears:
+                many = f"{len(step.ops)} x " if len(step.ops) > 1 else ""
+                yield f"packed {many}{name}", "packed", self._packed_call(step)
+            else:
+                yield name, *self._call(step.ops[0])
 
     def _packed_call(self, step: Step) -> Callable[[], None]:
         pack = self._weights.packed([linear.weight for linear in step.linears])

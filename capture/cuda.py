@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
@@ -13,7 +14,7 @@ import torch
 from .compiled import compiled_already
 from .errors import CaptureError
 from .graph import Graph, GraphInfo, GraphState
-from .inspect import Node, kinds, walk
+from .inspect import Node, copies, kinds, operations, walk
 from .record import grad_mode
 
 T = TypeVar("T")
@@ -51,18 +52,22 @@ class CudaGraph(Graph):
         self._program: Callable[[], Any] | None = None
         self._graph: Any = None
         self._memory_bytes = 0
+        self._instantiate_seconds = 0.0
         self._launched = False
         self._nodes: tuple[Node, ...] | None = None
 
     @property
     def info(self) -> GraphInfo:
-        """Nodes by kind, read from the driver at the first use; pool and executable in bytes."""
+        """Nodes, read from the driver at the first use; pool and executable in bytes."""
         nodes = self.nodes()
         return GraphInfo(
             node_count=len(nodes),
             capture_seconds=self._capture_seconds,
             memory_bytes=self._memory_bytes,
             kinds=kinds(nodes),
+            operations=operations(nodes),
+            copies=copies(nodes),
+            instantiate_seconds=self._instantiate_seconds,
         )
 
     def nodes(self, driver: Any = None) -> tuple[Node, ...]:
@@ -87,7 +92,9 @@ class CudaGraph(Graph):
             outputs = self._record(fn)
         pool_bytes = self._cuda.memory_reserved(self._device) - reserved
         free, _ = self._cuda.mem_get_info(self._device)
+        started = time.perf_counter()
         self._graph.instantiate()
+        self._instantiate_seconds = time.perf_counter() - started
         executable_bytes = free - self._cuda.mem_get_info(self._device)[0]
         self._memory_bytes = pool_bytes + max(0, executable_bytes)
         return outputs

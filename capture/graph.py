@@ -38,15 +38,22 @@ class GraphState(Enum):
 class GraphInfo:
     """What a captured graph is made of.
 
-    `node_count` is the number of launched operations, `kinds` their number by kind,
-    `capture_seconds` the wall time of the capture, `memory_bytes` the memory by which the
-    capture of this graph has made the process grow (pool or arena, outputs, executable graph).
+    `node_count` is the number of launched operations, `kinds` their number by kind, `operations`
+    by the name of the operation or kernel, `copies` those of copies by their direction.
+    `capture_seconds` is the wall time of the capture, `instantiate_seconds` what of it made the
+    graph executable. `memory_bytes` is the memory by which the capture of this graph has made the
+    process grow (pool or arena, outputs, executable graph), `packed_bytes` what of it are copies
+    of weights.
     """
 
     node_count: int
     capture_seconds: float
     memory_bytes: int
     kinds: Mapping[str, int] = field(default_factory=dict)
+    operations: Mapping[str, int] = field(default_factory=dict)
+    copies: Mapping[str, int] = field(default_factory=dict)
+    instantiate_seconds: float = 0.0
+    packed_bytes: int = 0
 
 
 class Graph(ABC):

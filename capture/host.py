@@ -41,7 +41,8 @@ class HostGraph(Graph):
         self._packs: tuple[PackedLinear, ...] = ()
         self._calls: list[Callable[[], Any]] = []
         self._kinds: Counter[str] = Counter()
-        self._memory_bytes = 0
+        self._operations: Counter[str] = Counter()
+        self._memory_bytes = self._packed_bytes = 0
         self._inference = False
 
     @property
@@ -53,6 +54,8 @@ class HostGraph(Graph):
             capture_seconds=self._capture_seconds,
             memory_bytes=self._memory_bytes,
             kinds=dict(self._kinds),
+            operations=dict(self._operations),
+            packed_bytes=self._packed_bytes,
         )
 
     def run_eagerly(self, fn: Callable[[], T]) -> T:
@@ -73,12 +76,14 @@ class HostGraph(Graph):
         packed_before = self._packed.nbytes
         with recording.mode():
             binder = Binder(recording, self._arena, self._packed)
-            for kind, call in binder.calls():
+            for name, kind, call in binder.calls():
                 self._kinds[kind] += 1
+                self._operations[name] += 1
                 self._calls.append(call)
             binder.poison()
         self._packs = binder.packs
-        self._memory_bytes = binder.memory_bytes + self._packed.nbytes - packed_before
+        self._packed_bytes = self._packed.nbytes - packed_before
+        self._memory_bytes = binder.memory_bytes + self._packed_bytes
         return outputs
 
     def _replay(self) -> None:

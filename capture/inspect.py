@@ -18,7 +18,8 @@ class Node:
 
     `kind` is the driver's name in lower case ("kernel", "memcpy", "memset", "host", "graph", ...).
     `after` are the indices of the nodes it waits for. `num_bytes` is the size of a copy or fill,
-    `host` whether a copy has an end in host memory, `children` the nodes of a child graph.
+    `direction` of a copy is "device to device" and the like, `host` whether it has an end in host
+    memory, `children` the nodes of a child graph.
     """
 
     index: int
@@ -29,6 +30,7 @@ class Node:
     shared_bytes: int = 0
     num_bytes: int = 0
     host: bool = False
+    direction: str = ""
     after: tuple[int, ...] = ()
     children: tuple[Node, ...] = field(default=(), repr=False)
 
@@ -57,6 +59,25 @@ def kinds(nodes: Sequence[Node]) -> Mapping[str, int]:
     counts = Counter(node.kind for node in nodes)
     for node in nodes:
         counts.update(kinds(node.children))
+    return dict(counts)
+
+
+def operations(nodes: Sequence[Node]) -> Mapping[str, int]:
+    """Number of nodes by the name of their kernel, by their kind where they have none.
+
+    A child graph counts as what is in it.
+    """
+    counts = Counter(node.name or node.kind for node in nodes if node.kind != "graph")
+    for node in nodes:
+        counts.update(operations(node.children))
+    return dict(counts)
+
+
+def copies(nodes: Sequence[Node]) -> Mapping[str, int]:
+    """Number of copies by direction, child graphs included."""
+    counts = Counter(node.direction for node in nodes if node.direction)
+    for node in nodes:
+        counts.update(copies(node.children))
     return dict(counts)
 
 
@@ -137,10 +158,26 @@ def _kernel_name(params: Any, driver: Any) -> str:
 
 def _memcpy(handle: Any, driver: Any) -> dict[str, Any]:
     (params,) = _checked(driver.cuGraphMemcpyNodeGetParams(handle))
+    source = _end(params.srcMemoryType, params.srcDevice, driver)
+    target = _end(params.dstMemoryType, params.dstDevice, driver)
     return {
         "num_bytes": params.WidthInBytes * max(1, params.Height) * max(1, params.Depth),
-        "host": bool(int(params.srcHost) or int(params.dstHost)),
+        "host": "host" in (source, target),
+        "direction": f"{source} to {target}",
     }
+
+
+def _end(memory_type: Any, address: Any, driver: Any) -> str:
+    """Where an end of a copy lies: "host", "device" or "array".
+
+    A unified address is looked up; one that the driver does not know is pageable host memory.
+    """
+    types = driver.CUmemorytype
+    if memory_type == types.CU_MEMORYTYPE_UNIFIED:
+        attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        status, found = driver.cuPointerGetAttribute(attribute, address)
+        memory_type = types.CU_MEMORYTYPE_HOST if int(status) else types(found)
+    return str(memory_type.name.removeprefix("CU_MEMORYTYPE_").lower())
 
 
 def _memset(handle: Any, driver: Any) -> dict[str, Any]:

@@ -147,6 +147,11 @@ def steps_of(recording: Recording, weights: PackedWeights) -> list[Step]:
     return steps
 
 
+def packable_bytes(weights: Iterable[Tensor]) -> int:
+    """Bytes of the packed copies of `weights`, at most: when linears use all that can be packed."""
+    return sum(weight.nbytes for weight in weights if _packable(weight))
+
+
 def _packable(weight: Tensor) -> bool:
     return (
         weight.dim() == 2

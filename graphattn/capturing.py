@@ -11,10 +11,11 @@ from graphattn.dcp import DCP
 from graphattn.draft import Speculation
 from graphattn.engine import Engine
 from graphattn.errors import wrong
+from graphattn.fitting import resolve_measured
 from graphattn.foreign.contract import ForeignAttention
 from graphattn.models import adapt, notes
 from graphattn.report import Progress, reporter
-from graphattn.sizing import Options, resolve_measured
+from graphattn.sizing import Options
 from graphattn.stream import open_stream
 
 
@@ -74,7 +75,9 @@ def capture(
         progress: True for lines on stderr, or a callable (bucket name, done, total).
 
     Raises:
-        ConfigError: a wrong argument. UnsupportedModelError: the model cannot be served.
+        ConfigError: a wrong argument, or bounds that do not fit in the memory that is free; then
+            it says what takes how much, and nothing was allocated.
+        UnsupportedModelError: the model cannot be served.
     """
     step_model = adapt(model)
     if getattr(model, "training", False):

@@ -65,6 +65,12 @@ class DCP:
         """W, the number of ranks."""
         return self.group.size if isinstance(self.group, VirtualGroup) else self.group.size()
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those of this process."""
+        group = self.group
+        return group.ranks if isinstance(group, VirtualGroup) else (group.rank(),)
+
     def open(self) -> VirtualGroup | ProcessGroup:
         """The group's collectives; a call by every rank."""
         if isinstance(self.group, VirtualGroup):

@@ -151,9 +151,9 @@ class InputBlock:
 class _Entry:
     """One host copy of the block, and the marker behind the last copy out of it."""
 
-    def __init__(self, bounds: Bounds, device: torch.device) -> None:
+    def __init__(self, bounds: Bounds, size: int, device: torch.device) -> None:
         fields = input_fields(bounds)
-        self.buffer = host_buffer(block_size(fields), device)
+        self.buffer = host_buffer(size, device)
         self.arrays: dict[str, Ints] = {
             name: view.numpy() for name, view in block_views(self.buffer, fields).items()
         }
@@ -201,8 +201,14 @@ class InputRing:
     """Pinned blocks, one per step in flight and one more, in turn."""
 
     def __init__(self, bounds: Bounds, device: torch.device, *, steps_in_flight: int) -> None:
-        self._entries = [_Entry(bounds, device) for _ in range(steps_in_flight + 1)]
+        sizes = self.sizes(bounds, steps_in_flight=steps_in_flight)
+        self._entries = [_Entry(bounds, size, device) for size in sizes]
         self._next = 0
+
+    @staticmethod
+    def sizes(bounds: Bounds, *, steps_in_flight: int) -> list[int]:
+        """int32 values of each buffer."""
+        return [block_size(input_fields(bounds))] * (steps_in_flight + 1)
 
     def send(self, inputs: StepInputs, target: InputBlock, stream: Stream) -> None:
         """Stage `inputs` and enqueue their copy to `target`.
@@ -225,11 +231,17 @@ class PromptRing:
     """Pinned chunks through which whole prompts reach the device's token history."""
 
     def __init__(self, bounds: Bounds, device: torch.device, *, prompts_in_flight: int) -> None:
-        self._chunk = min(PROMPT_CHUNK, bounds.max_seq_len)
-        count = max(prompts_in_flight, ceil_div(bounds.max_seq_len, self._chunk))
-        self._buffers = [host_buffer(self._chunk, device) for _ in range(count)]
-        self._copied: list[Marker | None] = [None] * count
+        sizes = self.sizes(bounds, prompts_in_flight=prompts_in_flight)
+        self._chunk = sizes[0]
+        self._buffers = [host_buffer(size, device) for size in sizes]
+        self._copied: list[Marker | None] = [None] * len(sizes)
         self._next = 0
+
+    @staticmethod
+    def sizes(bounds: Bounds, *, prompts_in_flight: int) -> list[int]:
+        """int32 values of each buffer, all the same."""
+        chunk = min(PROMPT_CHUNK, bounds.max_seq_len)
+        return [chunk] * max(prompts_in_flight, ceil_div(bounds.max_seq_len, chunk))
 
     def has_room(self, lengths: Sequence[int]) -> bool:
         """Whether prompts of these lengths can be sent without waiting for an earlier copy."""

@@ -76,9 +76,9 @@ class StepResult:
 
 
 class _Entry:
-    def __init__(self, bounds: Bounds, device: torch.device) -> None:
+    def __init__(self, bounds: Bounds, size: int, device: torch.device) -> None:
         fields = output_fields(bounds)
-        self.buffer = host_buffer(block_size(fields), device)
+        self.buffer = host_buffer(size, device)
         self.arrays: dict[str, npt.NDArray[Any]] = {
             name: view.numpy() for name, view in block_views(self.buffer, fields).items()
         }
@@ -94,8 +94,14 @@ class OutputRing:
     """Pinned copies of the output block, one per step in flight, read in order of launch."""
 
     def __init__(self, bounds: Bounds, device: torch.device, *, steps_in_flight: int) -> None:
-        self._idle = deque(_Entry(bounds, device) for _ in range(steps_in_flight))
+        sizes = self.sizes(bounds, steps_in_flight=steps_in_flight)
+        self._idle = deque(_Entry(bounds, size, device) for size in sizes)
         self._flying: deque[tuple[int, _Entry, Marker]] = deque()
+
+    @staticmethod
+    def sizes(bounds: Bounds, *, steps_in_flight: int) -> list[int]:
+        """int32 values of each buffer."""
+        return [block_size(output_fields(bounds))] * steps_in_flight
 
     @property
     def in_flight(self) -> int:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cached_property
 
 from torch import Tensor
 
 from graphattn._capture import nvtx_ranges
 from graphattn._capture.graph import Graph
 from graphattn.config import Bucket
+from graphattn.footprint import Footprint, allocations, measure, predict
 from graphattn.graphs import capture_graphs
 from graphattn.groups import Group
 from graphattn.inputs import InputRing, PromptRing, StepInputs
@@ -30,7 +32,12 @@ class Runner:
         bounds, device = config.bounds, config.device
         self.config = config
         self.stream = stream
-        self.memory, self.drafter = open_memory(model, config, group)
+        with allocations() as allocated:
+            self.memory, self.drafter = open_memory(model, config, group)
+            self.prompts = PromptRing(bounds, device, prompts_in_flight=bounds.max_batch)
+            self.outputs = OutputRing(bounds, device, steps_in_flight=config.run_ahead)
+            self._inputs = InputRing(bounds, device, steps_in_flight=config.run_ahead)
+        self._model, self._allocated = model, allocated.kept()
         self.programs = {
             bucket: step_program(model, self.memory, bucket, self.drafter)
             for bucket in config.buckets
@@ -39,15 +46,22 @@ class Runner:
         self.weights = Weights({"": model} | drafters)
         self.graphs: dict[Bucket, Graph] = {}
         self.capture_seconds = 0.0
-        self.prompts = PromptRing(bounds, device, prompts_in_flight=bounds.max_batch)
-        self.outputs = OutputRing(bounds, device, steps_in_flight=config.run_ahead)
         self.steps = 0  # launched
-        self._inputs = InputRing(bounds, device, steps_in_flight=config.run_ahead)
         self.replays = dict.fromkeys(config.buckets, 0)
 
     def pools(self) -> dict[str, Tensor]:
         """KV pools of the model and of its drafter, by name."""
         return self.memory.target.pools() | (self.drafter.pools() if self.drafter else {})
+
+    @cached_property
+    def predicted(self) -> Footprint:
+        """What this should take, as it could be known before it was made."""
+        return predict(self._model, self.config, graphs=True)
+
+    def measured(self) -> Footprint:
+        """What this takes."""
+        infos = (graph.info for graph in self.graphs.values())
+        return measure(self._allocated, infos, self.config.backend)
 
     def capture(self, progress: Callable[[str, int, int], None] | None) -> None:
         """Capture every bucket; `CaptureError` when it cannot be."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from graphattn.attention import check_layers
 from graphattn.bounds import Bounds, tokens_in_shard
@@ -29,11 +28,8 @@ from graphattn.memory import StepMemory
 from graphattn.models.contract import SlotTensor, StepModel, slot_tensors
 from graphattn.pages import FP8, page_bytes
 from graphattn.slots import check_slot_tensors, slot_bytes
-from graphattn.step import step_program
-from graphattn.stream import Stream
 
 GPU_MEMORY_SHARE = 0.9  # of the free memory; the rest is for what torch and the driver add
-ACTIVATION_MARGIN = 1.25  # graph pool over the measured peak of the largest step: fragmentation
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,51 +151,6 @@ def _slots_note(kept: Mapping[str, SlotTensor]) -> str | None:
     if not kept:
         return None
     return f"slot tensors: {slot_bytes(kept)} bytes per slot; requests share no prefixes"
-
-
-def resolve_measured(options: Options, model: StepModel, stream: Stream) -> EngineConfig:
-    """Like `resolve`; on a GPU, by default, the pages take what the largest step leaves.
-
-    The step is run once, idle, over a small pool, and its peak is measured: predicting the memory
-    of graphs has cost others a third of their cache, or an out-of-memory error.
-    """
-    config = resolve(options, model)
-    explicit = options.num_pages is not None or options.memory_budget is not None
-    if explicit or config.device.type != "cuda":
-        return config
-    peak = _peak_bytes(model, config, stream)
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info(config.device)
-    budget = _smallest(int(free * GPU_MEMORY_SHARE - peak * ACTIVATION_MARGIN), config.dcp)
-    return resolve(replace(options, memory_budget=budget, speculate=config.speculate), model)
-
-
-def _smallest(budget: int, dcp: DCP | None) -> int:
-    """Of the ranks' budgets: page ids serve every rank, so the pools must be equal."""
-    if dcp is None or not isinstance(dcp.group, dist.ProcessGroup):
-        return budget
-    budgets = [budget] * dcp.size
-    dist.all_gather_object(budgets, budget, group=dcp.group)
-    return min(budgets)
-
-
-def _peak_bytes(model: StepModel, config: EngineConfig, stream: Stream) -> int:
-    """Bytes that the largest step needs beside the weights, its own buffers included."""
-    before = torch.cuda.memory_allocated(config.device)
-    torch.cuda.reset_peak_memory_stats(config.device)
-    small = replace(config, bounds=replace(config.bounds, num_pages=config.bounds.pages_per_seq))
-    group = None if config.dcp is None else config.dcp.open()
-    memory, drafter = open_memory(model, small, group)
-    program = step_program(model, memory, next(iter(config.buckets)), drafter)
-    stream.join()
-    stream.submit(program)
-    stream.mark().wait()
-    if group is not None:
-        group.close()
-    pools = [*memory.target.pools().values(), *(drafter.pools().values() if drafter else ())]
-    peak: int = torch.cuda.max_memory_allocated(config.device) - before
-    kv_bytes: int = sum(pool.numel() * pool.itemsize for pool in pools)
-    return peak - kv_bytes
 
 
 def open_memory(

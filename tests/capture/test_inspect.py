@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from graphattn._capture.inspect import cuda_driver, faults, kinds, walk
+from graphattn._capture.inspect import copies, cuda_driver, faults, kinds, operations, walk
 
 
 class Status(IntEnum):
@@ -15,10 +15,24 @@ class Status(IntEnum):
 
 
 OK, INVALID = Status
+PINNED, ON_DEVICE, PAGEABLE = 0x1000, 0x2000, 0x3000  # unified addresses
+
+
+class MemoryType(IntEnum):
+    CU_MEMORYTYPE_HOST = 1
+    CU_MEMORYTYPE_DEVICE = 2
+    CU_MEMORYTYPE_ARRAY = 3
+    CU_MEMORYTYPE_UNIFIED = 4
+
+
+HOST, DEVICE, ARRAY, UNIFIED = MemoryType
 
 
 class FakeDriver:
     """Graphs as {handle: ([(kind, parameters)], [(from, to)])}; nodes are numbered per graph."""
+
+    CUmemorytype = MemoryType
+    CUpointer_attribute = Struct(CU_POINTER_ATTRIBUTE_MEMORY_TYPE=2)
 
     def __init__(self, graphs: dict[int, Any]) -> None:
         self._nodes = {}
@@ -49,6 +63,12 @@ class FakeDriver:
     cuGraphKernelNodeGetParams = cuGraphMemcpyNodeGetParams = cuGraphMemsetNodeGetParams = _params
     cuGraphChildGraphNodeGetGraph = _params
 
+    def cuPointerGetAttribute(self, attribute: int, address: int) -> Any:
+        assert attribute == 2
+        if address == PAGEABLE:
+            return INVALID, None
+        return OK, int(HOST if address == PINNED else DEVICE)
+
     def cuFuncGetName(self, func: int) -> Any:
         return OK, f"func{func}".encode()
 
@@ -63,8 +83,13 @@ def kernel(func: int = 0, kern: int = 0) -> Any:
     )  # fmt: skip
 
 
-def memcpy(host: int = 0) -> Any:
-    return "MEMCPY", Struct(WidthInBytes=64, Height=3, Depth=0, srcHost=host, dstHost=0)
+def memcpy(
+    source: MemoryType = DEVICE, target: MemoryType = DEVICE, addresses: tuple[int, int] = (0, 0)
+) -> Any:
+    return "MEMCPY", Struct(
+        WidthInBytes=64, Height=3, Depth=0, srcMemoryType=source, dstMemoryType=target,
+        srcDevice=addresses[0], dstDevice=addresses[1],
+    )  # fmt: skip
 
 
 MEMSET = ("MEMSET", Struct(elementSize=4, width=8, height=1))
@@ -90,7 +115,7 @@ def test_faults_name_the_node() -> None:
         FakeDriver(
             {
                 1: (
-                    [kernel(1), memcpy(host=4096), ("HOST", None), ("MEM_ALLOC", None),
+                    [kernel(1), memcpy(HOST), ("HOST", None), ("MEM_ALLOC", None),
                      ("EVENT_RECORD", None), kernel(2), ("GRAPH", 2)],
                     [(0, 1), (0, 5), (1, 5)],
                 ),
@@ -110,6 +135,27 @@ def test_faults_name_the_node() -> None:
     assert [node.kind for node in nodes[6].children] == ["wait_event", "kernel"]
 
 
+def test_operations_by_name_and_copies_by_direction() -> None:
+    """torch captures copies with unified addresses: only the driver knows what lies there."""
+    unified = [memcpy(UNIFIED, UNIFIED, ends) for ends in
+               ((ON_DEVICE, ON_DEVICE), (PINNED, ON_DEVICE), (ON_DEVICE, PAGEABLE))]  # fmt: skip
+    nodes = walk(
+        1,
+        FakeDriver(
+            {
+                1: ([kernel(5), kernel(5), kernel(kern=5), MEMSET, *unified, ("GRAPH", 2)], []),
+                2: ([kernel(5), memcpy(), memcpy(ARRAY)], []),
+            }
+        ),
+    )
+    assert operations(nodes) == {"func5": 3, "kern5": 1, "memset": 1, "memcpy": 5}
+    assert copies(nodes) == {
+        "device to device": 2, "host to device": 1, "device to host": 1, "array to device": 1
+    }  # fmt: skip
+    assert [node.host for node in nodes[4:7]] == [False, True, True]
+    assert len(faults(nodes)) == 2
+
+
 def test_an_empty_graph_and_a_wrong_one() -> None:
     assert walk(1, FakeDriver({1: ([], [])})) == ()
     with pytest.raises(RuntimeError, match="CUDA driver: CUDA_ERROR_INVALID_VALUE"):
@@ -122,7 +168,7 @@ def test_the_fake_has_the_fields_of_the_bindings() -> None:
     for function in (
         "cuGraphGetNodes", "cuGraphGetEdges", "cuGraphNodeGetType", "cuGraphKernelNodeGetParams",
         "cuGraphMemcpyNodeGetParams", "cuGraphMemsetNodeGetParams", "cuGraphChildGraphNodeGetGraph",
-        "cuFuncGetName", "cuKernelGetName",
+        "cuFuncGetName", "cuKernelGetName", "cuPointerGetAttribute",
     ):  # fmt: skip
         assert callable(getattr(driver, function))
     structs = {
@@ -132,6 +178,8 @@ def test_the_fake_has_the_fields_of_the_bindings() -> None:
     }
     for struct, fields in structs.items():
         assert set(fields) <= set(dir(struct)), struct
+    assert {t.name: t.value for t in MemoryType} == {t.name: t.value for t in driver.CUmemorytype}
+    assert driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE == 2
     names = {t.name for t in driver.CUgraphNodeType}
     for kind in (
         "KERNEL",
