@@ -1,4 +1,4 @@
-"""The command `graphattn`: generate, demo, audit.
+"""The command `graphattn`: generate, demo, audit, inspect.
 
 Exit codes: 0 success, 1 the demo found a difference or the audit something, 2 a wrong argument or
 a missing piece, with one line on stderr that says what to do, 130 interrupted.
@@ -99,6 +99,15 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of weights"
     )
     audit.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+    inspect = commands.add_parser(
+        "inspect", help="what capturing a model makes here, node by node", allow_abbrev=False
+    )
+    inspect.set_defaults(run=_inspect)
+    inspect.add_argument("folder", type=Path, metavar="FOLDER", help="a transformers folder")
+    inspect.add_argument("--max-batch", type=_positive, default=8, metavar="N", help="slots")
+    inspect.add_argument("--max-seq-len", type=_positive, metavar="N")
+    inspect.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 
 
@@ -133,6 +142,19 @@ def _audit(arguments: argparse.Namespace) -> int:
         raise wrong("TARGET", "a folder or MODULE:CALLABLE", arguments.target, "Say steps:decode.")
     _write(report.to_json() if arguments.json else str(report))
     return 0 if report.ok else 1
+
+
+def _inspect(arguments: argparse.Namespace) -> int:
+    from graphattn.inspecting import inspect_folder
+
+    report = inspect_folder(
+        arguments.folder,
+        _device("auto"),
+        max_batch=arguments.max_batch,
+        max_seq_len=arguments.max_seq_len,
+    )
+    _write(report.to_json() if arguments.json else f"{report}\n\n{report.details()}")
+    return 0
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -38,6 +38,7 @@ PARTS = {
     "ring": "blocks",
     "stream": "rings",
 }
+OTHER = "state"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +58,8 @@ class Footprint:
     @staticmethod
     def of(parts: Mapping[str, int], *, weight_copies: int, graphs: int | None) -> Footprint:
         """`parts`: the bytes of all others by name; none where one is missing."""
-        fixed = {f.name: parts.get(f.name, 0) for f in fields(Footprint)}
-        return Footprint(**(fixed | {"weight_copies": weight_copies, "graphs": graphs}))
+        fixed = {part: parts.get(part, 0) for part in (*PARTS.values(), OTHER)}
+        return Footprint(**fixed, weight_copies=weight_copies, graphs=graphs)
 
     def sizes(self) -> dict[str, int | None]:
         """By name, in order."""
@@ -106,9 +107,9 @@ def _part() -> str:
     while frame.f_back is not None:
         name = str(frame.f_globals.get("__name__"))
         if name.startswith("graphattn.") and not name.startswith(("graphattn._capture", __name__)):
-            return PARTS.get(name.split(".")[1], "state")
+            return PARTS.get(name.split(".")[1], OTHER)
         frame = frame.f_back
-    return "state"
+    return OTHER
 
 
 def _ring_bytes(config: EngineConfig) -> int:
@@ -131,7 +132,8 @@ def _largest_step(
             program()
     except Exception:  # a model may do what fake memory does not allow; it is only an estimate
         return None
-    return used.peak_bytes
+    peak: int = used.peak_bytes
+    return peak
 
 
 class _Members:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from graphattn._capture.graph import Graph
 from graphattn.config import Bucket
+from graphattn.difference import ReportDiff, difference
 from graphattn.errors import wrong
+from graphattn.footprint import Footprint
 from graphattn.outbox import Outbox
 from graphattn.runner import Runner
 from graphattn.scheduler import Scheduler
+from graphattn.tables import size_text, table
 
 Progress = Callable[[str, int, int], None]  # name of a bucket, done, total
 
@@ -69,22 +74,28 @@ def engine_stats(
 
 @dataclass(frozen=True, slots=True)
 class BucketReport:
-    """One captured graph."""
+    """One captured graph. Numbers by name: of nodes, over the whole graph."""
 
     name: str
     tokens: int  # token places
     nodes: int
+    kinds: Mapping[str, int]  # nodes by kind; on a CPU by the way they are replayed
+    operations: Mapping[str, int]  # nodes by kernel; on a CPU by torch operation
+    copies: Mapping[str, int]  # copies by direction; none on a CPU
+    host_nodes: int  # that call the host at every replay
     capture_seconds: float
+    instantiate_seconds: float  # of them
     memory_bytes: int  # that its capture added
     replays: int
 
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """What was captured and what it costs. `str()` gives a table."""
+    """What was captured and what it costs. `str()` gives a table, `details()` the operations."""
 
     backend: str
     device: str
+    layers: int  # attention layers of the model
     max_batch: int
     max_seq_len: int
     max_tokens: int
@@ -95,7 +106,11 @@ class EngineReport:
     kv_bytes_per_token: int
     partial_traffic: float  # bytes of partials over bytes of KV of split decode rows, at most
     state_bytes: int  # slot state, metadata, workspaces, input and output blocks
+    predicted: Footprint  # bytes by part, as they could be known before capture
+    measured: Footprint
     capture_seconds: float
+    steps: int  # launched
+    fallbacks: int  # of them without their graph
     buckets: tuple[BucketReport, ...]
     notes: tuple[str, ...]
 
@@ -106,8 +121,8 @@ class EngineReport:
             f"{self.max_batch} slots, sequences up to {self.max_seq_len}, "
             f"steps up to {self.max_tokens} tokens",
             f"KV: {self.num_pages} pages of {self.page_size} in {self.kv_dtype}, "
-            f"{_size(self.kv_bytes)}, {_size(self.kv_bytes_per_token)} per token; "
-            f"state and metadata {_size(self.state_bytes)}",
+            f"{size_text(self.kv_bytes)}, {size_text(self.kv_bytes_per_token)} per token; "
+            f"state and metadata {size_text(self.state_bytes)}",
             f"splits of decode rows: partials at most {self.partial_traffic:.1%} of the KV traffic",
         ]
         rows = [("bucket", "tokens", "nodes", "capture s", "memory", "replays")]
@@ -117,13 +132,59 @@ class EngineReport:
                 str(b.tokens),
                 str(b.nodes),
                 f"{b.capture_seconds:.2f}",
-                _size(b.memory_bytes),
+                size_text(b.memory_bytes),
                 str(b.replays),
             )
             for b in self.buckets
         ]
         total = f"captured {len(self.buckets)} graphs in {self.capture_seconds:.1f} s"
-        return "\n".join([*head, *_table(rows), total, *self.notes])
+        served = f"{self.steps} steps, {self.fallbacks} of them without their graph"
+        return "\n".join([*head, *table(rows), total, served, *self.notes])
+
+    def details(self) -> str:
+        """Memory, predicted and measured, and the nodes of every graph, as two tables.
+
+        "per layer" is the number in the largest graph over the number of attention layers: nodes
+        outside the layers, and a drafter's, are counted in it.
+        """
+        measured = self.measured.sizes()
+        memory = [("bytes", "predicted", "measured")]
+        memory += [
+            (part, _number(size), _number(measured[part]))
+            for part, size in self.predicted.sizes().items()
+        ]
+        columns = [node_counts(bucket) for bucket in self.buckets]
+        names = sorted({name for column in columns for name in column})
+        nodes = [("nodes", *(b.name for b in self.buckets), "per layer")]
+        nodes += [
+            (
+                name,
+                *(str(column.get(name, 0)) for column in columns),
+                f"{columns[-1].get(name, 0) / self.layers:.2f}",
+            )
+            for name in names
+        ]
+        return "\n".join([*table(memory), "", *table(nodes)])
+
+    def data(self) -> dict[str, Any]:
+        """All of it in plain types: buckets by name, notes as a list."""
+        buckets = {b.name: asdict(b) for b in self.buckets}
+        return asdict(self) | {"buckets": buckets, "notes": list(self.notes)}
+
+    def to_json(self) -> str:
+        """`data` as one object."""
+        return json.dumps(self.data(), indent=2)
+
+    def diff(self, other: EngineReport) -> ReportDiff:
+        """What `other` says differently: `before.diff(after)`."""
+        return difference(self.data(), other.data())
+
+
+def node_counts(bucket: BucketReport) -> dict[str, int]:
+    """Rows of the table of nodes: kinds, directions of copies, operations."""
+    kinds = {f"  {kind}": count for kind, count in bucket.kinds.items()}
+    copies = {f" {way}": count for way, count in bucket.copies.items()}
+    return kinds | copies | dict(bucket.operations)
 
 
 def bucket_report(bucket: Bucket, graph: Graph, replays: int) -> BucketReport:
@@ -133,7 +194,12 @@ def bucket_report(bucket: Bucket, graph: Graph, replays: int) -> BucketReport:
         name=bucket.name,
         tokens=bucket.tokens,
         nodes=info.node_count,
+        kinds=info.kinds,
+        operations=info.operations,
+        copies=info.copies,
+        host_nodes=info.kinds.get("host", 0),
         capture_seconds=info.capture_seconds,
+        instantiate_seconds=info.instantiate_seconds,
         memory_bytes=info.memory_bytes,
         replays=replays,
     )
@@ -147,6 +213,7 @@ def engine_report(runner: Runner) -> EngineReport:
     return EngineReport(
         backend=config.backend,
         device=str(config.device),
+        layers=len(memory.target.attention.layers),
         max_batch=bounds.max_batch,
         max_seq_len=bounds.max_seq_len,
         max_tokens=bounds.max_tokens,
@@ -157,7 +224,11 @@ def engine_report(runner: Runner) -> EngineReport:
         kv_bytes_per_token=kv_bytes // (bounds.num_pages * bounds.page_size * ranks),
         partial_traffic=memory.target.partial_traffic(),
         state_bytes=sum(t.numel() * t.itemsize for t in memory.tensors().values()),
+        predicted=runner.predicted,
+        measured=runner.measured(),
         capture_seconds=runner.capture_seconds,
+        steps=runner.steps,
+        fallbacks=runner.steps - sum(runner.replays.values()),
         buckets=tuple(bucket_report(b, graphs[b], runner.replays[b]) for b in sorted(graphs)),
         notes=config.notes,
     )
@@ -176,20 +247,5 @@ def _print_progress(name: str, done: int, total: int) -> None:
     print(f"capturing {name}: {done}/{total}", file=sys.stderr, flush=True)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.2f} GiB"
+def _number(size: int | None) -> str:
+    return "-" if size is None else f"{size:,}"

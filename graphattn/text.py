@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ class Loaded:
     tokenizer: Any
 
 
-def load(folder: Path, device: torch.device) -> Loaded:
-    """Load model and tokenizer from a transformers folder; nothing is fetched from a network.
+def load_model(folder: Path, device: torch.device) -> Any:
+    """Load a model, in eval mode, from a transformers folder; nothing is fetched from a network.
 
     For commands: transformers' progress bars and notices are off afterwards in this process.
     Raises `GraphAttnError` when the folder holds no model or transformers is missing.
@@ -31,21 +32,35 @@ def load(folder: Path, device: torch.device) -> Loaded:
         raise GraphAttnError(f"--model: {folder} is no transformers folder: it has no config.json")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is first imported
     try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError as error:
         raise GraphAttnError("transformers is missing: pip install 'graphattn[hf]'") from error
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    try:
+    with _named(folder):
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True
         )
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return model.to(device).eval()
+
+
+def load(folder: Path, device: torch.device) -> Loaded:
+    """`load_model`, and the tokenizer beside it."""
+    model = load_model(folder, device)
+    from transformers import AutoTokenizer
+
+    with _named(folder):
+        return Loaded(model, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise GraphAttnError(f"--model: cannot load {folder}: {reason}") from error
-    return Loaded(model.to(device).eval(), tokenizer)
 
 
 def encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:

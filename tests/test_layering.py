@@ -14,6 +14,8 @@ MAX_LINES = 400
 # contract is needed; the adapters beside it are known to `capture` and its clients only.
 FLOW = [
     "errors",
+    "tables",
+    "difference",
     "bounds",
     "arguments",
     "work",
@@ -70,6 +72,7 @@ FLOW = [
     "aio",
     "launch",
     "text",
+    "inspecting",
     "demo",
     "cli",
     "__main__",
