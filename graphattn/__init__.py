@@ -9,6 +9,7 @@ from graphattn.capturing import capture
 from graphattn.checks import audit, verify
 from graphattn.config import Bucket
 from graphattn.dcp import DCP
+from graphattn.difference import ReportDiff
 from graphattn.draft import NGram
 from graphattn.draft_model import DraftModel
 from graphattn.engine import Engine
@@ -22,6 +23,7 @@ from graphattn.errors import (
     UnsupportedModelError,
     WeightsMovedError,
 )
+from graphattn.footprint import Footprint
 from graphattn.graph import Graph
 from graphattn.groups import VirtualGroup
 from graphattn.metadata import StepRows
@@ -52,11 +54,13 @@ __all__ = [
     "Event",
     "EventStream",
     "FinishReason",
+    "Footprint",
     "Graph",
     "GraphAttnError",
     "NGram",
     "Plan",
     "QueueFullError",
+    "ReportDiff",
     "Request",
     "RequestError",
     "SamplingParams",

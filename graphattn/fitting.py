@@ -73,9 +73,13 @@ def check_fits(model: StepModel, config: EngineConfig, *, pages_asked_for: bool)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that are free on a GPU or available to a process on this host; None if unknown."""
+    """Bytes that are free on a GPU or available to a process on this host; None if unknown.
+
+    On a GPU with what torch holds and does not use.
+    """
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     if not MEMINFO.is_file():
         return None
     for line in MEMINFO.read_text().splitlines():

