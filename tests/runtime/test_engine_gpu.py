@@ -178,6 +178,12 @@ def test_pages_are_sized_from_a_measured_step() -> None:
         assert report.kv_bytes < total
         assert free > 0
         assert report.num_pages >= engine.config.bounds.pages_per_seq
+        for bucket in report.buckets:
+            assert bucket.host_nodes == 0
+            assert not any("host" in way for way in bucket.copies)
+            assert sum(bucket.operations.values()) == bucket.nodes
+        fixed = {part for part in report.measured.sizes() if part != "graphs"}
+        assert all(report.predicted.sizes()[n] == report.measured.sizes()[n] for n in fixed)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs; never run so far")
