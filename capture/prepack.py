@@ -51,6 +51,11 @@ class PackedWeights:
         """Bytes of the packed copies made so far."""
         return sum(pack.nbytes for pack in self._packs.values())
 
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the packed copies when linears use all weights that can be packed."""
+        return sum(weight.nbytes for weight in self._weights.values())
+
     def match(self, op: Op, recording: Recording) -> ConstantLinear | None:
         """The operation as a linear over one of the weights, or None."""
         if op.func is aten.mm.default:
@@ -145,11 +150,6 @@ def steps_of(recording: Recording, weights: PackedWeights) -> list[Step]:
         elif op.func._schema.is_mutable:
             joinable.clear()
     return steps
-
-
-def packable_bytes(weights: Iterable[Tensor]) -> int:
-    """Bytes of the packed copies of `weights`, at most: when linears use all that can be packed."""
-    return sum(weight.nbytes for weight in weights if _packable(weight))
 
 
 def _packable(weight: Tensor) -> bool:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from graphattn._capture.allocations import Allocations
 from graphattn._capture.compiled import plain
 from graphattn._capture.graph import GraphInfo
-from graphattn._capture.prepack import packable_bytes
+from graphattn._capture.prepack import PackedWeights
 from graphattn.dcp import DCP
 from graphattn.draft import Drafter
 from graphattn.inputs import InputRing, PromptRing
@@ -93,10 +93,10 @@ def predict(model: StepModel, config: EngineConfig, *, graphs: bool = False) -> 
         parts = allocated.kept() | {"rings": _ring_bytes(config)}
         estimate = _largest_step(model, config, memory, drafter) if graphs else None
     models = {"": model} | (drafter.models() if drafter else {})
-    copied = [w for each in models.values() for w in weights(each).values()]
+    held = [w for each in models.values() for w in weights(each).values()]
     return Footprint.of(
         parts,
-        weight_copies=packable_bytes(copied) if config.prepack else 0,
+        weight_copies=PackedWeights(held).most_bytes if config.prepack else 0,
         graphs=estimate,
     )
 
