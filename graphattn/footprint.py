@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from copy import deepcopy
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 
 from graphattn._capture.allocations import Allocations
 from graphattn._capture.compiled import plain
 from graphattn._capture.graph import GraphInfo
 from graphattn._capture.prepack import PackedWeights
 from graphattn.dcp import DCP
-from graphattn.draft import Drafter
 from graphattn.inputs import InputRing, PromptRing
-from graphattn.memory import StepMemory
 from graphattn.models import weights
 from graphattn.models.contract import StepModel
 from graphattn.ring import OutputRing
@@ -83,15 +82,16 @@ def predict(model: StepModel, config: EngineConfig, *, graphs: bool = False) -> 
     """From the bounds alone; nothing is allocated, nothing runs on the device.
 
     All is exact but `weight_copies`, which is an upper bound, and `graphs`: an estimate, if asked
-    for, by running the largest step on fake memory. It sees what torch operations return, not what
+    for, by running the largest step on fake memory with a fake copy of the model. It sees what torch operations return, not what
     they use inside, nor what a driver adds; None when the step does not run there.
     """
     group = None if config.dcp is None else _Members(config.dcp)
-    with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True):
+    with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         with allocations() as allocated:
             memory, drafter = open_memory(model, config, group)
         parts = allocated.kept() | {"rings": _ring_bytes(config)}
-        estimate = _largest_step(model, config, memory, drafter) if graphs else None
+        estimate = _largest_step(model, config, group, fake) if graphs else None
+    del memory  # it had to live until it was counted
     models = {"": model} | (drafter.models() if drafter else {})
     held = [w for each in models.values() for w in weights(each).values()]
     return Footprint.of(
@@ -123,10 +123,18 @@ def _ring_bytes(config: EngineConfig) -> int:
 
 
 def _largest_step(
-    model: StepModel, config: EngineConfig, memory: StepMemory, drafter: Drafter | None
+    model: StepModel, config: EngineConfig, group: _Members | None, fake: FakeTensorMode
 ) -> int | None:
-    """Most bytes that live at one time while the largest step runs."""
+    """Most bytes that live at one time while the largest step runs.
+
+    A copy runs: what a model keeps in its attributes would be fake from then on.
+    """
+    parts = model, config.speculate, config.attention
     try:
+        with FakeCopyMode(fake):
+            model, speculate, kernel = deepcopy(parts)
+        copied = replace(config, speculate=speculate, attention=kernel)
+        memory, drafter = open_memory(model, copied, group)
         program = step_program(model, memory, next(iter(config.buckets)), drafter)
         with plain(), Allocations() as used:
             program()

@@ -103,6 +103,24 @@ def test_a_step_that_fake_memory_cannot_run_has_no_estimate() -> None:
     assert runner.predicted.graphs is None
 
 
+def test_the_estimate_leaves_the_model_alone() -> None:
+    """What a model keeps for itself must not become fake."""
+
+    class Keeps(TinyModel):
+        calls, last = 0, None
+
+        def __call__(self, step: Any) -> Any:
+            self.calls += 1
+            self.last = super().__call__(step)
+            return self.last
+
+    model = Keeps()
+    config = opened(model).config
+    assert predict(model, config, graphs=True).graphs
+    assert model.calls == 0
+    assert model.last is None
+
+
 def test_what_cannot_fit_is_refused_before_anything_is_allocated() -> None:
     with pytest.raises(ConfigError) as refusal:  # more than can be asked of any system
         capture(TinyModel(), **(BOUNDS | {"num_pages": 10**13}))
