@@ -82,16 +82,17 @@ def predict(model: StepModel, config: EngineConfig, *, graphs: bool = False) -> 
     """From the bounds alone; nothing is allocated, nothing runs on the device.
 
     All is exact but `weight_copies`, which is an upper bound, and `graphs`: an estimate, if asked
-    for, by running the largest step on fake memory with a fake copy of the model. It sees what torch operations return, not what
-    they use inside, nor what a driver adds; None when the step does not run there.
+    for, by running the largest step of a fake copy of the model on fake memory. It sees what torch
+    operations return, not what they use inside, nor what a driver adds; None when the step does
+    not run there.
     """
     group = None if config.dcp is None else _Members(config.dcp)
     with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         with allocations() as allocated:
-            memory, drafter = open_memory(model, config, group)
+            opened = _, drafter = open_memory(model, config, group)
         parts = allocated.kept() | {"rings": _ring_bytes(config)}
         estimate = _largest_step(model, config, group, fake) if graphs else None
-    del memory  # it had to live until it was counted
+    del opened  # it had to live until it was counted
     models = {"": model} | (drafter.models() if drafter else {})
     held = [w for each in models.values() for w in weights(each).values()]
     return Footprint.of(
