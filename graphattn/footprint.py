@@ -89,10 +89,9 @@ def predict(model: StepModel, config: EngineConfig, *, graphs: bool = False) -> 
     group = None if config.dcp is None else _Members(config.dcp)
     with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True) as fake:
         with allocations() as allocated:
-            opened = _, drafter = open_memory(model, config, group)
+            _memory, drafter = open_memory(model, config, group)  # lives until it is counted
         parts = allocated.kept() | {"rings": _ring_bytes(config)}
         estimate = _largest_step(model, config, group, fake) if graphs else None
-    del opened  # it had to live until it was counted
     models = {"": model} | (drafter.models() if drafter else {})
     held = [w for each in models.values() for w in weights(each).values()]
     return Footprint.of(
