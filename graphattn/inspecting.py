@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
+from graphattn._capture.errors import CaptureError
 from graphattn.capturing import capture
+from graphattn.errors import GraphAttnError
 from graphattn.report import EngineReport
 from graphattn.text import load_model
 
@@ -16,8 +18,11 @@ def inspect_folder(
 ) -> EngineReport:
     """The report of an engine of the model in `folder`, a transformers folder, on `device`.
 
-    Raises `GraphAttnError` for a folder without a model, and what `capture` raises.
+    Raises `GraphAttnError` for a folder without a model and for one that cannot be captured.
     """
     model = load_model(folder, device)
-    with capture(model, max_batch=max_batch, max_seq_len=max_seq_len) as engine:
-        return engine.report()
+    try:
+        with capture(model, max_batch=max_batch, max_seq_len=max_seq_len) as engine:
+            return engine.report()
+    except CaptureError as error:
+        raise GraphAttnError(str(error)) from error
