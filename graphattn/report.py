@@ -106,7 +106,7 @@ class EngineReport:
     kv_bytes_per_token: int
     partial_traffic: float  # bytes of partials over bytes of KV of split decode rows, at most
     state_bytes: int  # slot state, metadata, workspaces, input and output blocks
-    predicted: Footprint  # bytes by part, as they could be known before capture
+    predicted: Footprint  # bytes by part, as they could be known before capture; graphs: not
     measured: Footprint
     capture_seconds: float
     steps: int  # launched

@@ -55,8 +55,8 @@ class Runner:
 
     @cached_property
     def predicted(self) -> Footprint:
-        """What this should take, as it could be known before it was made."""
-        return predict(self._model, self.config, graphs=True)
+        """What this should take, as it could be known before it was made, without the graphs."""
+        return predict(self._model, self.config)
 
     def measured(self) -> Footprint:
         """What this takes."""

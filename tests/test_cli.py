@@ -299,6 +299,7 @@ def test_inspect_prints_the_report_of_a_model(
     assert main(["inspect", str(folder), *options, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["buckets"]["decode-2"]["operations"]["graphattn.sample.default"] == 1
+    assert report["predicted"]["graphs"] > 0
 
 
 def test_inspect_needs_a_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -86,6 +86,7 @@ MODEL_USERS = {
     "capturing",
     "engine",
     "footprint",
+    "inspecting",
     "lockstep",
     "runner",
     "rehearse",
