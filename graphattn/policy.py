@@ -36,13 +36,17 @@ def _decode(
     scheduler: Scheduler, seats: list[Seat], pages: int
 ) -> tuple[tuple[Request, ...], tuple[Request, ...], int]:
     """Who decodes, who is preempted for that, and the pages that are left."""
+    decoding = [seat for seat in seats if seat.decodes]
+    whole = sum(scheduler.decode_pages(decoding))
+    if whole <= pages:
+        return tuple([seat.request for seat in decoding]), (), pages - whole
     last, decode, victims = len(seats), [], []
     for index, seat in enumerate(seats):
         if index >= last:
             break  # it and all later ones are preempted
         if not seat.decodes:
             continue
-        needed = scheduler.decode_pages(seat)
+        (needed,) = scheduler.decode_pages([seat])
         if needed > pages and seat.unread:
             continue
         while needed > pages and index < last:

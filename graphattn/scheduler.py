@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from graphattn.bounds import Bounds
 from graphattn.errors import QueueFullError, wrong
@@ -151,10 +151,13 @@ class Scheduler:
         """Page-table updates of admitting `request`."""
         return self.bounds.pages_for(self._admitted_kv(request))
 
-    def decode_pages(self, seat: Seat) -> int:
-        """Pages that the next decode row of `seat` takes from those available."""
-        bound = seat.kv_bound(self.bounds.max_drafts)
-        return self.pages.missing(seat.slot, bound) if bound > seat.room else 0
+    def decode_pages(self, seats: Iterable[Seat]) -> list[int]:
+        """Pages that the next decode row of each seat takes from those available."""
+        k, missing = self.bounds.max_drafts, self.pages.missing
+        return [
+            missing(seat.slot, bound) if (bound := seat.kv_bound(k)) > seat.room else 0
+            for seat in seats
+        ]
 
     def work(self) -> list[Work]:
         """Every request that has not ended, for a policy of somebody else."""
@@ -165,7 +168,7 @@ class Scheduler:
                 left=seat.left,
                 decodes=seat.decodes,
                 unread=seat.unread,
-                pages=self.decode_pages(seat) if seat.decodes else 0,
+                pages=sum(self.decode_pages([seat])) if seat.decodes else 0,
                 yields=self.pages.yields(seat.slot),
             )
             for seat in self.seats

@@ -90,8 +90,10 @@ def host_time(speculate: NGram | None, *, instant: bool) -> Record:
     """Microseconds of `step` and `poll` that are neither copy nor replay.
 
     With an `instant` device rows and slots stay paired, since all requests come at once and none
-    ends.
+    ends; torch then has one thread, so that none spins beside the host's.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1 if instant else threads)
     shape, device = Shape(), torch.device("cpu")
     model = plain_llama(shape, max_seq_len=2048, device=device, dtype=torch.float32)
     stream = TimedStream()
@@ -99,7 +101,7 @@ def host_time(speculate: NGram | None, *, instant: bool) -> Record:
         max_batch=HOST_ROWS,
         max_seq_len=2048,
         max_tokens=None,
-        page_size=16,
+        page_size=64,
         num_pages=None,
         memory_budget=None,
         buckets=None,
@@ -124,6 +126,7 @@ def host_time(speculate: NGram | None, *, instant: bool) -> Record:
             engine.poll()
             samples.append(1e6 * (time.perf_counter() - started - stream.seconds))
         assert engine.stats().tokens_emitted > HOST_ROWS * HOST_STEPS
+    torch.set_num_threads(threads)
     return {
         "part": "host_us",
         "rows": HOST_ROWS,
