@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import graphattn
-from graphattn import FinishReason, SamplingParams
+from graphattn import DCP, FinishReason, NGram, SamplingParams, VirtualGroup
 from graphattn.state import Finish
 from tests.runtime.lagging_stream import LaggingStream
 from tests.runtime.serving import make_engine, prompts, serve
@@ -65,23 +65,40 @@ def test_the_next_step_is_launched_before_the_last_has_run() -> None:
     assert engine.poll() == []
 
 
-def test_the_host_bound_covers_the_device_and_is_tight_when_nothing_is_in_flight() -> None:
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_host_bound_covers_the_device_and_is_tight_when_nothing_is_in_flight(
+    drafts: int, ranks: int
+) -> None:
+    """D2. A drafter may have written `drafts` tokens beyond those of the next step."""
     model, stream = TinyModel(), LaggingStream(pace=2)
-    engine = make_engine(model, stream=stream, run_ahead=3, page_size=1)
+    engine = make_engine(
+        model,
+        stream=stream,
+        run_ahead=3,
+        page_size=1,
+        speculate=NGram(drafts) if drafts else None,
+        dcp=DCP(VirtualGroup(ranks)) if ranks > 1 else None,
+    )
     jobs = [(p, 4 + 3 * i % 11) for i, p in enumerate(prompts(8, seed=3))]
-    state = engine._runner.memory.state
+    state, tight = engine._runner.memory.state, set()
 
     def check() -> None:
-        for slot in range(4):
-            if (pages := engine._scheduler.pages.pages_of(slot)) and state.finish[slot] == 0:
-                # the generation on the device may lag behind an admission
-                seat = engine._scheduler._seats[slot]
-                if int(state.generation[slot]) == seat.generation:
-                    assert int(state.context_len[slot]) <= len(pages)
-                    if engine.stats().in_flight == 0 and not seat.prefilling:
-                        assert len(pages) <= int(state.context_len[slot]) + 1
+        if engine.stats().steps % 5 == 0:
+            while stream.pending:
+                stream.run_one()
+            engine.work()  # reads what has landed
+        for slot, seat in engine._scheduler._seats.items():
+            # the generation on the device may lag behind an admission
+            if state.finish[slot] or int(state.generation[slot]) != seat.generation:
+                continue
+            context_len = int(state.context_len[slot])
+            assert context_len <= seat.room
+            if not drafts and engine.stats().in_flight == 0 and not seat.prefilling:
+                tight.add(seat.room - context_len <= ranks)  # a page holds a token of each rank
 
     serve(engine, jobs, after_step=check)
+    assert drafts or tight == {True}
 
 
 def test_generate_keeps_the_order_of_the_prompts_and_feeds_a_short_queue() -> None:
