@@ -23,7 +23,7 @@ from profiles.miniature.model import load
 from profiles.miniature.text import held_out_prompts
 from profiles.record import RESULTS, append, context
 
-KINDS, BATCH, NEW_TOKENS = 96, 8, 48
+KINDS, BATCH, NEW_TOKENS, PAGES = 96, 8, 48, 36
 CANCELLED = 0.01  # of the steps
 
 
@@ -129,7 +129,7 @@ def main() -> int:
         max_seq_len=256,
         max_tokens=64,
         page_size=16,
-        num_pages=64,
+        num_pages=PAGES,
         speculate=speculate,
     ) as engine:
         soak = Soak(engine, pool)
@@ -148,7 +148,7 @@ def main() -> int:
         "fallbacks": stats.fallbacks,
         "preemptions": stats.preemptions,
         "prompt_tokens_reused": stats.prompt_tokens_reused,
-        "pages_lost": 64 - stats.pages_free - stats.pages_cached,
+        "pages_lost": PAGES - stats.pages_free - stats.pages_cached,
         "resident_mib": half[-1] / 2**20,
         "resident_growth_mib": (half[-1] - half[0]) / 2**20,
     }
