@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .graph import Graph
 
+TWICE = 2  # steps in which eager runs twice at once
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -39,18 +40,21 @@ class VerifyReport:
 
     `steps` compared, `difference` of replay from eager at the first step that had one,
     `unstable` differences of eager from eager (the first per tensor; such tensors are not held
-    against the replay), `moved` names of the watched tensors whose address changed.
+    against the replay), `moved` names of the watched tensors whose address changed, `failure` what
+    a replay raised that relied on something spoiled.
     """
 
     steps: int
     difference: Difference | None
     unstable: tuple[Difference, ...]
     moved: tuple[str, ...]
+    failure: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether replay equalled eager, eager equalled itself, and nothing moved."""
-        return self.difference is None and not self.unstable and not self.moved
+        """Whether replay equalled eager, eager equalled itself, and nothing moved or failed."""
+        found = (self.difference, self.unstable, self.moved, self.failure)
+        return not any(found)
 
     def __str__(self) -> str:
         if self.ok:
@@ -58,6 +62,7 @@ class VerifyReport:
         lines = [f"replay differs at {self.difference}"] if self.difference else []
         lines += [f"eager is not deterministic at {difference}" for difference in self.unstable]
         lines += [f"{name} moved to another address" for name in self.moved]
+        lines += [self.failure] if self.failure else []
         return "verify: " + "; ".join(lines)
 
 
@@ -72,8 +77,9 @@ def verify(
 ) -> VerifyReport:
     """Compare replays of `graph` with runs of `eager`, the same program, for `steps` steps.
 
-    Each step calls `inputs(step)`, then runs `eager` twice and the replay once, each from the same
-    contents of the tensors in `watch` and the same random states. `watch` holds all state that
+    Each step calls `inputs(step)`, then runs `eager` and the replay, each from the same contents of
+    the tensors in `watch` and the same random states; in the first two steps, and where the replay
+    differs, `eager` a second time, to see whether it equals itself. `watch` holds all state that
     the program reads and writes, and what else is to be compared; it is read anew in each step,
     so that a live mapping such as `vars(buffers)` shows a tensor that was re-created. `poison`
     spoils, before the replay, memory that the step must not rely on.
@@ -89,22 +95,37 @@ def verify(
     unstable: dict[str, Difference] = {}
     difference: Difference | None = None
     moved: tuple[str, ...] = ()
+    failure: str | None = None
     done = 0
+
+    def note(found: list[Difference]) -> None:
+        unstable.update({d.name: unstable.get(d.name, d) for d in found})
+
+    def unexplained(found: list[Difference]) -> Difference | None:
+        return next((d for d in found if d.name not in unstable), None)
+
     with torch.no_grad():
         for step in range(steps):
             inputs(step)
             run.remember()
             reference = run.results(eager)
-            for found in _differences(step, reference, run.results(eager)):
-                unstable.setdefault(found.name, found)
-            result = run.results(replay, poison)
+            if step < TWICE:
+                note(_differences(step, reference, run.results(eager)))
+            try:
+                result = run.results(replay, poison)
+            except (IndexError, RuntimeError, ValueError) as error:
+                failure = f"step {step}: the replay failed: {type(error).__name__}: {error}"
+                break
+            difference = unexplained(_differences(step, reference, result))
+            if difference is not None and step >= TWICE:
+                note(_differences(step, reference, run.results(eager)))
+                again = run.results(replay, poison)  # the state goes on from the replay's result
+                difference = unexplained(_differences(step, reference, again))
             done += 1
-            found_in = _differences(step, reference, result)
-            difference = next((d for d in found_in if d.name not in unstable), None)
             moved = tuple(n for n, tensor in watch.items() if tensor.data_ptr() != addresses[n])
             if difference is not None or moved:
                 break
-    return VerifyReport(done, difference, tuple(unstable.values()), moved)
+    return VerifyReport(done, difference, tuple(unstable.values()), moved, failure)
 
 
 class _Runs:

@@ -54,8 +54,9 @@ def verify(
     """Replay `graph` and run its program eagerly on the same memory, and compare bit for bit.
 
     Each of `steps` steps calls `inputs(step)`, which writes new contents into the program's inputs,
-    then runs the program eagerly twice (what differs there is not deterministic, and named) and the
-    graph once, each from the same contents and random states. `watch` has, by name, all state that
+    then runs the program eagerly and the graph, each from the same contents and random states; in
+    the first two steps, and where the two differ, eagerly once more: what differs there is not
+    deterministic, and named. `watch` has, by name, all state that
     the program reads and writes, such as KV pools, and what else is to be compared; the graph's
     outputs are compared without being named. `poison` spoils, before the replay, what the program
     must write anew (`StepBuffers.spoil`). Memory for copies of what is watched is needed three

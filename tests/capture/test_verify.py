@@ -127,6 +127,50 @@ def test_eager_that_differs_from_itself_is_named_and_not_held_against_the_replay
     assert "eager is not deterministic at step 0: out[0, 0] is 1.0" in str(report)
 
 
+def test_eager_runs_again_at_first_and_where_a_replay_differs() -> None:
+    """A thousand steps cost little more than two runs each; what is not deterministic only now and
+    then is still not held against the replay, and the state goes on from the replay's result."""
+    out, runs = torch.zeros(1), {"eager": 0, "replay": 0}
+
+    def run(kind: str) -> None:
+        runs[kind] += 1
+        out.add_(float(sum(runs.values())) if step_now[0] == 5 else 1.0)
+
+    step_now = [0]
+    report = verify(
+        lambda: run("eager"),
+        lambda: run("replay"),
+        inputs=lambda step: step_now.__setitem__(0, step),
+        watch={"out": out},
+        steps=8,
+    )
+    assert report.difference is None
+    assert [(d.name, d.step) for d in report.unstable] == [("out", 5)]
+    assert runs == {"eager": 8 + 2 + 1, "replay": 8 + 1}
+    before_step_5 = (2 + 2 + 1 + 1 + 1) + 5
+    assert out.item() == 7 + before_step_5 + 4  # as the second replay of step 5 left it
+
+
+def test_a_replay_that_trips_over_what_was_spoiled_is_reported() -> None:
+    table, index, out = torch.arange(4.0), torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+
+    def eager() -> None:
+        index.zero_()
+        torch.index_select(table, 0, index, out=out)
+
+    report = verify(
+        eager,
+        lambda: torch.index_select(table, 0, index, out=out),  # the index is not rewritten
+        inputs=lambda step: None,
+        watch={"out": out},
+        steps=3,
+        poison=lambda: index.fill_(1 << 40),
+    )
+    assert not report.ok
+    assert report.steps == 0
+    assert "step 0: the replay failed: IndexError: index out of range" in str(report)
+
+
 def test_random_states_are_the_same_for_every_run() -> None:
     step = Step()
     graph = HostGraph("random")
