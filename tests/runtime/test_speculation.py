@@ -288,7 +288,7 @@ class FeatureDrafter:
     def lasting(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def models(self) -> dict[str, object]:
         return {}
 
 
