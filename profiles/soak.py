@@ -140,6 +140,7 @@ def main() -> int:
     record = {
         "minutes": arguments.minutes,
         "drafter": arguments.speculate,
+        "num_pages": PAGES,
         "requests": soak.checked,
         "wrong": soak.wrong,
         "tokens_per_s": stats.tokens_emitted / (60 * arguments.minutes),
