@@ -51,6 +51,11 @@ def user_place() -> Place:
     return Place("<unknown>", 0, "<unknown>")
 
 
+def user_line() -> str:
+    """`user_place`, in words."""
+    return str(user_place())
+
+
 def called_by_library() -> bool:
     """Whether the code that called a torch function is no code of the caller's.
 

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphattn._capture.births import Births
+from graphattn._capture.allocations import Allocations
 from graphattn._capture.poison import poison
+from graphattn._capture.source import user_line
 from graphattn.checks import audit, verify
 from graphattn.graph import Graph
 from graphattn.parity import Verdict, compare
@@ -88,11 +89,11 @@ def no_allocation(device: torch.device | str = "cpu") -> Iterator[None]:
         if count:
             raise AssertionError(f"{count} allocations on {device}")
         return
-    births = Births()
-    with births:
+    allocations = Allocations(user_line)
+    with allocations:
         yield
-    if kept := births.kept():
-        lines = "\n".join(f"{num_bytes} bytes kept from {place}" for place, num_bytes in kept)
+    if kept := allocations.kept():
+        lines = "\n".join(f"{size} bytes kept from {place}" for place, size in kept.items())
         raise AssertionError(lines)
 
 
