@@ -19,7 +19,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INT32 = (torch.int32,)
 INT64 = (torch.int64,)
 FP32 = (torch.float32,)
-FP8 = torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn  # pools may hold it whatever the dtype of K and V
 
 Strides = Literal["contiguous", "rows"]  # rows: any strides with a contiguous last dimension
 Size = int | str

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from graphattn.arguments import FP8
 from graphattn.bounds import Bounds
 from graphattn.dcp import ContextParallel
 from graphattn.errors import UnsupportedModelError
@@ -27,7 +28,7 @@ from graphattn.kernels.tiles import (
 )
 from graphattn.metadata import StepMetadata, WorkShape, window_groups
 from graphattn.models.contract import AttentionLayer
-from graphattn.pages import FP8, KVPools
+from graphattn.pages import KVPools
 from graphattn.work import AttentionWork, in_schema_order
 
 MAX_SPLITS = 32  # of a decode row; bounds the partials whatever the context length

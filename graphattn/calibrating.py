@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from graphattn.arguments import FP8
 from graphattn.capturing import capture
 from graphattn.engine import Engine
 from graphattn.errors import wrong
 from graphattn.models import adapt
 from graphattn.models.contract import AttentionLayer, StepModel
 from graphattn.models.scaled import ScaledModel
-from graphattn.pages import FP8
 
 MAX_FP8 = torch.finfo(FP8).max
 PAGE_SIZE = 64

@@ -18,8 +18,6 @@ from graphattn.inputs import PageUpdate
 from graphattn.models.contract import AttentionLayer
 from graphattn.prefix import PrefixCache, Unit
 
-FP8 = torch.float8_e4m3fn  # pages may hold it whatever the model's dtype
-
 
 def page_bytes(layers: Sequence[AttentionLayer], page_size: int, dtype: torch.dtype) -> int:
     """Bytes of one page over all layers."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from graphattn.arguments import FP8
 from graphattn.attention import check_layers
 from graphattn.bounds import Bounds, tokens_in_shard
 from graphattn.config import (
@@ -26,7 +27,7 @@ from graphattn.foreign.contract import ForeignAttention, check_kernel
 from graphattn.groups import Group
 from graphattn.memory import StepMemory
 from graphattn.models.contract import SlotTensor, StepModel, slot_tensors
-from graphattn.pages import FP8, page_bytes
+from graphattn.pages import page_bytes
 from graphattn.slots import check_slot_tensors, slot_bytes
 
 GPU_MEMORY_SHARE = 0.9  # of the free memory; the rest is for what torch and the driver add

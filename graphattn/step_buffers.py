@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graphattn._capture.poison import poison
-from graphattn.arguments import INT32, Arguments, Strides
+from graphattn.arguments import FP8, INT32, Arguments, Strides
 from graphattn.attention import check_layers
 from graphattn.bounds import Bounds
 from graphattn.dcp import DCP
@@ -25,7 +25,6 @@ from graphattn.kernels import ops
 from graphattn.memory import ModelMemory
 from graphattn.metadata import StepMetadata, StepRows
 from graphattn.models.contract import AttentionLayer
-from graphattn.pages import FP8
 from graphattn.view import ModelStep
 from graphattn.work import AttentionWork
 

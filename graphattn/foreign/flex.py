@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.foreign.contract import Capabilities, ForeignAttention
-from graphattn.foreign.gather import gather, scatter
+from graphattn.foreign.contract import Capabilities
+from graphattn.foreign.gather import DenseAttention, scatter
 from graphattn.models.contract import AttentionLayer
 from graphattn.work import AttentionWork
 
@@ -28,46 +28,14 @@ _library.define(
 _VMAP = torch._C.DispatchKey.FuncTorchBatched
 
 
-class Flex(ForeignAttention):
+class Flex(DenseAttention):
     """See the module. Cost and memory follow rows x places x max_seq_len, whatever is seen."""
 
     capabilities = Capabilities(
         exact_empty=True, shards=True, windows=True, softcap=True, sinks=True, latent=True
     )
 
-    def attend(
-        self,
-        q: Tensor,
-        k_pool: Tensor,
-        v_pool: Tensor,
-        work: AttentionWork,
-        layer: AttentionLayer,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """See `ForeignAttention`."""
-        rows, (k, v), visible = gather(q, (k_pool, v_pool), work)
-        self._write(rows, k, v, visible, work, layer, out, lse)
-
-    def attend_latent(
-        self,
-        q: Tensor,
-        pool: Tensor,
-        work: AttentionWork,
-        layer: AttentionLayer,
-        out: Tensor,
-        lse: Tensor,
-    ) -> None:
-        """See `ForeignAttention`."""
-        rows, (latent,), visible = gather(q, (pool.unsqueeze(1),), work)
-        values = latent[..., : layer.value_dim].contiguous()
-        self._write(rows, latent, values, visible, work, layer, out, lse)
-
-    def refusal(self, layer: AttentionLayer, *, page_size: int, dtype: torch.dtype) -> str | None:
-        """See `ForeignAttention`."""
-        return "FP8 pages" if dtype == torch.float8_e4m3fn else None
-
-    def _write(
+    def attend_dense(
         self,
         q: Tensor,
         k: Tensor,
@@ -78,10 +46,11 @@ class Flex(ForeignAttention):
         out: Tensor,
         lse: Tensor,
     ) -> None:
+        """See `DenseAttention`."""
         rows_out = q.new_empty(*q.shape[:3], v.shape[3])
         rows_lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         torch.ops.graphattn_flex.attend(
-            q, k, v, visible, rows_out, rows_lse, layer.scale, layer.softcap
+            q, k, v.contiguous(), visible, rows_out, rows_lse, layer.scale, layer.softcap
         )
         tokens = out.shape[0]
         inside = torch.arange(tokens, device=q.device) < work.query_start[-1]

@@ -6,13 +6,68 @@ can hold prefill rows, as wide as the whole step.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphattn import convert
+from graphattn.arguments import FP8
+from graphattn.foreign.contract import ForeignAttention
+from graphattn.models.contract import AttentionLayer
 from graphattn.work import AttentionWork
+
+
+class DenseAttention(ForeignAttention):
+    """A kernel that is called with dense batches: implement `attend_dense`."""
+
+    @abstractmethod
+    def attend_dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        visible: Tensor,
+        work: AttentionWork,
+        layer: AttentionLayer,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Attention of q [B, Hq, Q, D] over k [B, Hkv, N, D] and v [B, Hkv, N, Dv] where visible
+        [B, Q, N]; writes out and lse as `ForeignAttention.attend` does. `scatter` helps."""
+
+    def attend(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        work: AttentionWork,
+        layer: AttentionLayer,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """See `ForeignAttention`."""
+        rows, (k, v), visible = gather(q, (k_pool, v_pool), work)
+        self.attend_dense(rows, k, v, visible, work, layer, out, lse)
+
+    def attend_latent(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        work: AttentionWork,
+        layer: AttentionLayer,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """See `ForeignAttention`."""
+        rows, (latent,), visible = gather(q, (pool.unsqueeze(1),), work)
+        values = latent[..., : layer.value_dim]
+        self.attend_dense(rows, latent, values, visible, work, layer, out, lse)
+
+    def refusal(self, layer: AttentionLayer, *, page_size: int, dtype: torch.dtype) -> str | None:
+        """See `ForeignAttention`."""
+        return "FP8 pages" if dtype == FP8 else None
 
 
 class Dense(NamedTuple):
