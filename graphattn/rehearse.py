@@ -19,6 +19,7 @@ from graphattn.models import adapt
 from graphattn.models.contract import StepModel
 from graphattn.sizing import Options, open_memory, resolve
 from graphattn.step import step_program
+from graphattn.text import model_of_config
 
 if TYPE_CHECKING:
     from graphattn._capture.audit import AuditReport
@@ -51,7 +52,7 @@ def audit_folder(folder: Path, dtype: torch.dtype) -> AuditReport:
     from graphattn._capture.audit import fake_cuda
 
     with fake_cuda():
-        return audit_model(adapt(_from_config(folder, dtype)))
+        return audit_model(adapt(model_of_config(folder, dtype)))
 
 
 def audit_model(model: StepModel) -> AuditReport:
@@ -60,17 +61,6 @@ def audit_model(model: StepModel) -> AuditReport:
     memory, drafter = open_memory(model, config, None)
     programs = {b: step_program(model, memory, b, drafter) for b in config.buckets}
     return audit_programs(programs, config.buckets)
-
-
-def _from_config(folder: Path, dtype: torch.dtype) -> Any:
-    if not (folder / "config.json").is_file():
-        raise GraphAttnError(f"{folder} is no transformers folder: it has no config.json")
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise GraphAttnError("transformers is missing: pip install 'graphattn[hf]'") from error
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def named_callable(name: str) -> Callable[..., Any]:

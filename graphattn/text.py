@@ -28,21 +28,26 @@ def load_model(folder: Path, device: torch.device) -> Any:
     For commands: transformers' progress bars and notices are off afterwards in this process.
     Raises `GraphAttnError` when the folder holds no model or transformers is missing.
     """
-    if not (folder / "config.json").is_file():
-        raise GraphAttnError(f"{folder} is no transformers folder: it has no config.json")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is first imported
-    try:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-    except ImportError as error:
-        raise GraphAttnError("transformers is missing: pip install 'graphattn[hf]'") from error
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    _check(folder)
+    from transformers import AutoModelForCausalLM
+
     with _named(folder):
         model: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", local_files_only=True
         )
     return model.to(device).eval()
+
+
+def model_of_config(folder: Path, dtype: torch.dtype) -> Any:
+    """A model of random weights, in eval mode, as `folder`/config.json describes it; otherwise
+    like `load_model`."""
+    _check(folder)
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with _named(folder):
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
 
 
 def load(folder: Path, device: torch.device) -> Loaded:
@@ -52,6 +57,20 @@ def load(folder: Path, device: torch.device) -> Loaded:
 
     with _named(folder):
         return Loaded(model, AutoTokenizer.from_pretrained(folder, local_files_only=True))
+
+
+def _check(folder: Path) -> None:
+    """Raise `GraphAttnError` unless `folder` has a configuration and transformers, made quiet and
+    kept off the network, is there to read it."""
+    if not (folder / "config.json").is_file():
+        raise GraphAttnError(f"{folder} is no transformers folder: it has no config.json")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is first imported
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise GraphAttnError("transformers is missing: pip install 'graphattn[hf]'") from error
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 @contextmanager
