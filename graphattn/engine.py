@@ -143,7 +143,7 @@ class Engine(AbstractContextManager["Engine"]):
         cannot be launched; `StepError` as `step` does.
         """
         self._check_leads("launch")
-        if not self._ready():
+        if not self._ready(planned=True):
             return False
         self._scheduler.check(plan, self.config.bounds.max_tokens)
         return self._launch_plan(plan, None)
@@ -306,14 +306,16 @@ class Engine(AbstractContextManager["Engine"]):
         """Close it."""
         self.close()
 
-    def _ready(self) -> bool:
-        """Read what has landed; whether there is room for one more step."""
+    def _ready(self, *, planned: bool = False) -> bool:
+        """Read what has landed; whether there is room for one more step. One that is `planned` by
+        the caller can admit a request into a slot that it empties."""
         self._read_landed()
         if not self._outputs.has_room:
             self._check_progress()
             return False
-        self._runner.weights.check(all=self._scheduler.waiting > 0)
-        if self._scheduler.waiting and (now := self._runner.weights.version) != self._version:
+        admits = self._scheduler.waiting > 0 and (planned or bool(self._scheduler.free_slots))
+        self._runner.weights.check(all=admits)
+        if admits and (now := self._runner.weights.version) != self._version:
             self._version = now
             self._scheduler.pages.forget()
         return True
@@ -393,8 +395,6 @@ class Engine(AbstractContextManager["Engine"]):
         if self._closed is not None:
             raise EngineClosedError(f"{self._closed}; capture a new one")
 
-    def _new_request(
-        self, token_ids: Sequence[int], params: SamplingParams, offset: int
-    ) -> Request:
+    def _new_request(self, tokens: Sequence[int], params: SamplingParams, offset: int) -> Request:
         number, eos = self._submitted + offset, self._model.eos_token_ids
-        return new_request(number, token_ids, params, self.config.bounds, eos)
+        return new_request(number, tokens, params, self.config.bounds, eos)

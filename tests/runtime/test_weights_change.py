@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from graphattn import DCP, ConfigError, DraftModel, NGram, VirtualGroup, WeightsMovedError
+from graphattn import DCP, ConfigError, DraftModel, NGram, Plan, VirtualGroup, WeightsMovedError
 from graphattn.engine import Engine
 from tests.models.families import tiny
 from tests.runtime.serving import make_engine, prompts
@@ -194,6 +194,42 @@ def test_a_single_weight_is_found_while_nothing_is_admitted() -> None:
             while engine.busy:
                 engine.step()
         assert not request.finished
+
+
+def test_a_request_that_only_waits_costs_no_look_at_every_weight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[bool] = []
+    with make_engine(TinyModel(), max_batch=1) as engine:
+        check = engine._runner.weights.check
+        monkeypatch.setattr(
+            engine._runner.weights, "check", lambda *, all: (looks.append(all), check(all=all))
+        )
+        for _ in range(3):
+            engine.submit(PROMPT, max_new_tokens=12)
+        while engine.busy:
+            if not engine.step():
+                engine.poll()
+    assert looks.count(True) >= 3  # each time that a slot was free for one
+    assert looks.count(False) > 20
+
+
+def test_a_plan_that_empties_a_slot_for_another_request_finds_no_old_prefix() -> None:
+    model, other = TinyModel(), TinyModel(seed=1)
+    with make_engine(model, max_batch=1) as engine:
+        first = engine.submit(PROMPT, max_new_tokens=12)
+        while len(first.token_ids) < 3:
+            engine.step()
+            engine.poll()
+        second = engine.submit(PROMPT, max_new_tokens=6)
+        in_place(model, other)
+        assert engine.launch(Plan(prefill=((second, len(PROMPT)),), preempt=(first,)))
+        engine.cancel(first)
+        while engine.busy:
+            engine.step()
+            engine.poll()
+        assert engine.stats().prompt_tokens_reused == 0
+    assert second.token_ids == other.generate(PROMPT, 6)
 
 
 def test_running_requests_go_on_over_a_kv_of_the_new_weights() -> None:
