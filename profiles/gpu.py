@@ -19,12 +19,11 @@ import torch
 
 import graphattn
 from graphattn.engine import Engine
-from profiles.attention import attention_step
+from profiles.attention import decode_attention, gqa, latent
 from profiles.interleave import timed_step
 from profiles.plain_llama import DEEPSEEK_V3, LLAMA_8B, Shape, plain_llama
 from profiles.record import append, context, spread
 
-SMALL_LATENT = Shape(layers=1, heads=5, kv_heads=1, head_dim=48, value_dim=40)
 PATHS = {
     "gqa-64": Shape(),
     "mha-80": Shape(heads=3, kv_heads=3, head_dim=80),
@@ -40,9 +39,9 @@ PATHS = {
 }
 # What `attention` measures: real size, and size of a dry run.
 ATTENTION = {
-    "gqa-8b": (replace(LLAMA_8B, layers=1, vocab=1024), Shape(layers=1)),
-    "latent-of-16": (replace(DEEPSEEK_V3, heads=16), SMALL_LATENT),
-    "latent-of-128": (DEEPSEEK_V3, SMALL_LATENT),
+    "gqa-8b": (gqa(32, 8, 128), gqa(4, 2, 64)),
+    "latent-of-16": (latent(16), latent(5, 48, 40)),
+    "latent-of-128": (latent(128), latent(5, 48, 40)),
 }
 LAUNCH_NODES = (1, 10, 100, 1000)
 
@@ -175,10 +174,9 @@ def attention(place: Place) -> list[Record]:
 
 def _attention(place: Place, kind: str, batch: int, length: int, copied: float) -> Record:
     real, small = ATTENTION[kind]
-    shape = small if place.dry else real
-    model = plain_llama(shape, max_seq_len=length, device=place.device, dtype=place.dtype)
-    step = attention_step(model, batch=batch, length=length)
-    entry = model.attention_layers[0].entry_values * place.dtype.itemsize
+    layer = small if place.dry else real
+    problem = decode_attention(layer, [length] * batch, dtype=place.dtype, device=place.device)
+    step, entry = problem.run, layer.entry_values * place.dtype.itemsize
     read = batch * length * entry
     seconds = place.seconds(step if place.dry else _straight_line(step), repeats=30)
     rate = read / statistics.median(seconds)
