@@ -277,7 +277,11 @@ def _is_composite(func: Any) -> bool:
 
 
 def _has_work(func: Any, fresh: tuple[View | None, ...]) -> bool:
-    """Whether a replay must run it: views and bare allocations only describe memory."""
+    """Whether a replay must run it: views and bare allocations only describe memory.
+
+    One that returns nothing, such as an assertion, is there for what else it does.
+    """
     if torch.Tag.inplace_view in func.tags or func.overloadpacket in _ALLOCATIONS:
         return False
-    return bool(func._schema.is_mutable) or any(view is not None for view in fresh)
+    schema = func._schema
+    return schema.is_mutable or not schema.returns or any(view is not None for view in fresh)

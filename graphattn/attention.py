@@ -12,6 +12,7 @@ from torch import Tensor
 from graphattn.arguments import FP8
 from graphattn.bounds import Bounds
 from graphattn.dcp import ContextParallel
+from graphattn.epoch import Epoch
 from graphattn.errors import UnsupportedModelError
 from graphattn.foreign.calling import attend_by
 from graphattn.foreign.contract import ForeignAttention
@@ -225,6 +226,7 @@ class Attention:
     shards: tuple[Shard, ...]
     parallel: ContextParallel | None
     kernel: ForeignAttention | None  # that attends in our kernels' place
+    epoch: Epoch  # in debug mode, that of the metadata which may be read
 
     def attend(
         self,
@@ -300,6 +302,7 @@ class Attention:
         """Write, then attention over one shard: out [T, Hq, Dv] and lse [T, Hq]."""
         spec, space = self.layers[layer], shard.workspace
         work = self.work(layer, step, mixed=mixed)
+        self.epoch.check(layer, {"kv_slot": step.kv_slot} | work.derived())
         (tokens, heads, _), dim = q.shape, spec.out_dim
         places = (shard.bounds.max_batch, self.shape.max_splits, work.decode_query_len, heads)
         num_places = math.prod(places)

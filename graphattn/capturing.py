@@ -38,6 +38,7 @@ def capture(
     max_queue: int = 4096,
     prefix_reuse: bool = True,
     prepack: bool = True,
+    debug: bool = False,
     progress: bool | Progress = False,
 ) -> Engine:
     """Capture the whole decode step of `model` as one graph per bucket.
@@ -72,6 +73,10 @@ def capture(
             `graphattn.bounds.prefix_unit` tokens.
         prepack: host backend, float32: pack the weights of linears for the CPU. Costs a second
             copy of them; weights updated in place are packed anew.
+        debug: every attention layer checks, on the device and inside the graph, that the metadata
+            it reads was derived since lengths last changed; docs/capture-tools.md. What fails is
+            a `CaptureError` or a `StepError` that names layer and tensor. Some 25 small operations
+            a layer.
         progress: True for lines on stderr, or a callable (bucket name, done, total).
 
     Raises:
@@ -101,6 +106,7 @@ def capture(
             max_queue=max_queue,
             prefix_reuse=prefix_reuse,
             prepack=prepack,
+            debug=debug,
         ),
         step_model,
         stream,

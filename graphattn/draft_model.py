@@ -65,6 +65,7 @@ class _ModelDrafter:
             kv_dtype=memory.kv_dtype,
             group=memory.group,
             reduce=memory.reduce,
+            epoch=memory.epoch,
         )
 
     def program(self, bucket: Bucket) -> DraftProgram:

@@ -82,6 +82,7 @@ class Drafting:
         seq_len = self._memory.state.seq_len
         self._context_len.copy_(seq_len + (offset - 1))
         self._seq_len.copy_(seq_len + offset)
+        self._memory.epoch.advance()
 
     def keep(self, place: int, logits: Tensor, slots: DraftingSlots) -> None:
         """Draft number `place` of each slot is the best of logits [rows, V] of its row.

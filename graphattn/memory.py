@@ -11,6 +11,7 @@ from torch import Tensor
 from graphattn.attention import Attention, Shard, Workspace, partial_traffic, work_shape
 from graphattn.bounds import Bounds
 from graphattn.dcp import ContextParallel, Reduce
+from graphattn.epoch import UNCHECKED, Epoch
 from graphattn.foreign.contract import ForeignAttention
 from graphattn.groups import Group
 from graphattn.inputs import InputBlock
@@ -43,6 +44,7 @@ class ModelMemory:
         reduce: Reduce,
         pools: KVPools | None = None,
         kernel: ForeignAttention | None = None,
+        epoch: Epoch = UNCHECKED,
     ) -> None:
         """`dtype`: of queries and outputs. `kv_dtype`: of the pages; None is `dtype`. `kernel`
         attends in our kernels' place."""
@@ -74,6 +76,7 @@ class ModelMemory:
             shards=self.shards,
             parallel=parallel,
             kernel=kernel,
+            epoch=epoch,
         )
 
     def _shard(
@@ -100,6 +103,7 @@ class ModelMemory:
         """Stage: derive the metadata of each shard."""
         for shard, step in zip(self.shards, steps, strict=True):
             step.prepare(rows, shard.bounds, self.shape)
+            self.attention.epoch.stamp(step)
 
     def partial_traffic(self) -> float:
         """Bytes of partials over bytes of KV of a split decode row: the most of all layers."""
@@ -140,9 +144,11 @@ class StepMemory:
         group: Group | None = None,
         reduce: Reduce = "ag_rs",
         kernel: ForeignAttention | None = None,
+        debug: bool = False,
     ) -> None:
         self.bounds, self.group, self.reduce = bounds, group, reduce
         self.kv_dtype = kv_dtype  # of all pages, a drafter's too; None: of each model's own dtype
+        self.epoch = Epoch.start(device) if debug else UNCHECKED
         self.inputs = InputBlock(bounds, device)
         self.output = OutputBlock(bounds, device)
         self.state = SlotState.allocate(bounds, device)
@@ -158,6 +164,7 @@ class StepMemory:
             group=group,
             reduce=reduce,
             kernel=kernel,
+            epoch=self.epoch,
         )
 
     def scratch(self) -> dict[str, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +14,8 @@ from graphattn.bounds import Bounds
 from graphattn.inputs import InputBlock
 from graphattn.kernels import ops
 from graphattn.state import SlotState
+
+HEADER = 64  # places before those of a buffer: the first is its stamp, the rest keep it aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,8 @@ class StepMetadata:
     """Metadata of one step of T token places; `kernels/ops.py` has the meaning of each field.
 
     Allocated once for the largest bucket; `narrow` gives a smaller bucket's views of the same
-    memory. G window groups, L logits places, S splits; int32 unless said.
+    memory, which begins with a stamp (`stamp_of`). G window groups, L logits places, S splits;
+    int32 unless said.
     """
 
     input_ids: Tensor  # [T] int64
@@ -96,11 +101,11 @@ class StepMetadata:
         """Buffers for a step of `tokens` places."""
         B, G = bounds.max_batch, len(shape.windows)
 
-        def ints(*size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int32, device=device)
+        def stamped(dtype: torch.dtype, *size: int) -> Tensor:
+            flat = torch.zeros(HEADER + math.prod(size), dtype=dtype, device=device)
+            return flat[HEADER:].view(size)
 
-        def longs(*size: int) -> Tensor:
-            return torch.zeros(size, dtype=torch.int64, device=device)
+        ints, longs = partial(stamped, torch.int32), partial(stamped, torch.int64)
 
         return StepMetadata(
             input_ids=longs(tokens),
@@ -160,6 +165,11 @@ class StepMetadata:
     def tensors(self) -> dict[str, Tensor]:
         """Every field by name, for verification and reports."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
+
+
+def stamp_of(tensor: Tensor) -> Tensor:
+    """[1], the first place of the memory that a metadata buffer is in."""
+    return tensor.as_strided((1,), (1,), 0)
 
 
 def window_groups(windows: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

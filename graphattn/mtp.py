@@ -98,6 +98,7 @@ class _MTPDrafter:
             kv_dtype=memory.kv_dtype,
             group=memory.group,
             reduce=memory.reduce,
+            epoch=memory.epoch,
         )
 
     def program(self, bucket: Bucket) -> DraftProgram:

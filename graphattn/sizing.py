@@ -48,6 +48,7 @@ class EngineConfig:
     speculate: Speculation | None  # who drafts
     prefix_reuse: bool  # requests share the KV of equal prefixes
     prepack: bool  # host backend: pack the weights of constant linears
+    debug: bool = False  # the step checks that attention reads what it derived
     attention: ForeignAttention | None = None  # attends for the model, our kernels for its drafter
     notes: tuple[str, ...] = ()  # what was reduced or chosen on the caller's behalf
 
@@ -70,6 +71,7 @@ class Options:
     speculate: Speculation | None
     prefix_reuse: bool
     prepack: bool
+    debug: bool = False
     kv_dtype: torch.dtype | None = None
     attention: ForeignAttention | None = None
 
@@ -94,7 +96,7 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         raise wrong("page_size", "a power of two", page_size, "Use 16, 32, 64 or 128.")
     run_ahead = _count("run_ahead", options.run_ahead, "1 to 4", at_most=4)
     max_queue = _count("max_queue", options.max_queue, "the number of requests that may wait")
-    for name in ("prefix_reuse", "prepack"):
+    for name in ("prefix_reuse", "prepack", "debug"):
         if not isinstance(getattr(options, name), bool):
             raise wrong(name, "True or False", getattr(options, name), "Pass a bool.")
     speculate = _speculation(options.speculate, model)
@@ -141,6 +143,7 @@ def resolve(options: Options, model: StepModel) -> EngineConfig:
         speculate=speculate,
         prefix_reuse=options.prefix_reuse and not kept,
         max_queue=max_queue,
+        debug=options.debug,
         prepack=options.prepack and backend == "host" and model.dtype == torch.float32,
         attention=options.attention,
         notes=tuple(filter(None, (note, _slots_note(kept), _kernel_note(options.attention)))),
@@ -166,6 +169,7 @@ def open_memory(
         group=group,
         reduce="ag_rs" if config.dcp is None else config.dcp.reduce,
         kernel=config.attention,
+        debug=config.debug,
     )
     speculate = config.speculate
     return memory, None if speculate is None else speculate.open(memory, model)

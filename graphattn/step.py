@@ -27,6 +27,7 @@ def step_program(
 
     @torch.no_grad()
     def program() -> None:
+        memory.epoch.advance()
         with nvtx_ranges.scope("admit"):
             state.admit(inputs)
             sampler.admit(inputs, state, output)
@@ -45,6 +46,7 @@ def step_program(
             commit(sampled, inputs.slot_of_row, steps[0], state, output)
             sampler.publish(inputs, steps[0], state, output)
             view.commit_slots()
+        memory.epoch.advance()
         if draft is not None:
             with nvtx_ranges.scope("draft"):
                 draft.run(view.features)

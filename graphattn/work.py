@@ -36,6 +36,11 @@ class AttentionWork:
     decode_query_len: int  # Q
     prefill_block: int  # query places of a prefill item
 
+    def derived(self) -> dict[str, Tensor | None]:
+        """What is derived anew in every step, by name: all but the page table and the slots."""
+        names = [f.name for f in fields(self)[2:-2]]
+        return {name: getattr(self, name) for name in names}
+
 
 class Partials(NamedTuple):
     """Workspace of split decode rows, written and read within one call. Shared by all layers."""

@@ -33,6 +33,7 @@ FLOW = [
     "inputs",
     "state",
     "metadata",
+    "epoch",
     "foreign",
     "prefix",
     "pages",

@@ -232,3 +232,19 @@ def test_closing_releases_memory() -> None:
     graph.close()
     gc.collect()
     assert held.expired()
+
+
+def test_an_assertion_on_the_device_is_replayed() -> None:
+    """It returns nothing and writes nothing, and yet it is work."""
+    limit, length = torch.tensor(8), torch.tensor(3)
+
+    def step() -> None:
+        torch._assert_async(length < limit, "the sequence is too long")
+
+    graph = HostGraph("step")
+    graph.capture(step)
+    assert graph.info.operations == {"aten.lt.Tensor": 1, "aten._assert_async.msg": 1}
+    graph.replay()
+    length.fill_(9)
+    with pytest.raises(RuntimeError, match="the sequence is too long"):
+        graph.replay()

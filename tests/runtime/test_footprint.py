@@ -11,6 +11,7 @@ from graphattn._capture.allocations import Allocations
 from graphattn.dcp import DCP
 from graphattn.footprint import predict
 from graphattn.groups import VirtualGroup
+from graphattn.metadata import HEADER
 from graphattn.models.contract import AttentionLayer, StepModel
 from graphattn.rehearse import REHEARSAL
 from graphattn.runner import Runner
@@ -68,9 +69,11 @@ def check(model: StepModel, options: dict[str, Any]) -> None:
     pools = runner.pools().values()
     assert measured.pages == sum(pool.nbytes for pool in pools)
     scratch = runner.memory.scratch() | (runner.drafter.scratch() if runner.drafter else {})
-    for part, kind in (("metadata", "step."), ("workspaces", "workspace.")):
+    for part, kind, header in (("metadata", "step.", HEADER), ("workspaces", "workspace.", 0)):
         assert getattr(measured, part) == sum(
-            tensor.nbytes for name, tensor in scratch.items() if kind in name
+            tensor.nbytes + header * tensor.itemsize
+            for name, tensor in scratch.items()
+            if kind in name
         ), part
     blocks = (runner.memory.inputs.block, runner.memory.output.block)
     assert measured.blocks == sum(block.nbytes for block in blocks)

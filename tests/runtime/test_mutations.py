@@ -1,25 +1,28 @@
 """Faults planted in our own step, and which of our tools catches each.
 
-`verify` compares a replay with eager, `audit` runs the step on a fake device, and the tokens are
-those of a sound engine. What replay and eager share, only the tokens can show.
+`verify` compares a replay with eager, `audit` runs the step on a fake device, `debug` captures an
+engine in debug mode, and the tokens are those of a sound engine. What replay and eager share, only
+the tokens can show, and, where attention reads what the step did not derive, debug mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from graphattn import DCP, GraphAttnError, NGram, VirtualGroup
+from graphattn import DCP, CaptureError, GraphAttnError, NGram, VirtualGroup
+from graphattn.attention import Attention
 from graphattn.engine import Engine
 from graphattn.kernels import ops
 from graphattn.metadata import StepMetadata
 from graphattn.runner import Runner
 from graphattn.sample import Sampler
+from graphattn.work import AttentionWork
 from tests.runtime.serving import make_engine
 from tests.runtime.tiny_model import TinyModel
 
@@ -44,8 +47,8 @@ def model_of(kind: str) -> TinyModel:
     return TinyModel(windows=(0, 0) if "dcp" in ENGINES[kind] else (0,))
 
 
-def engine_of(kind: str) -> Engine:
-    return make_engine(model_of(kind), **ENGINES[kind])
+def engine_of(kind: str, **options: Any) -> Engine:
+    return make_engine(model_of(kind), **ENGINES[kind], **options)
 
 
 def tokens_of(engine: Engine) -> list[list[int]]:
@@ -152,8 +155,13 @@ def merged_onto_the_last(call: Callable[..., None], given: Tensors) -> None:
 
 def lengths_that_nobody_writes(patch: Patch) -> None:
     """Attention reads its visible ranges in memory that no step writes."""
-    stale = torch.ones(64, dtype=torch.int32)
-    in_op("attend", lambda call, given: call(visible_end=stale[: given["q"].shape[0]]))(patch)
+    stale, real = torch.ones(64, dtype=torch.int32), Attention.work
+
+    def work(self: Attention, layer: int, step: StepMetadata, *, mixed: bool) -> AttentionWork:
+        own = real(self, layer, step, mixed=mixed)
+        return replace(own, visible_end=stale[: own.visible_end.shape[0]])
+
+    patch.setattr(Attention, "work", work)
 
 
 def noise_of_the_step(patch: Patch) -> None:
@@ -250,20 +258,24 @@ MUTATIONS: dict[str, Mutation] = {
         in_op("admit", keeping("page_table", later_columns)), {"tokens"}
     ),
     "history is one place off": Mutation(in_op("commit", emissions_one_off), {"tokens"}),
-    "attention reads stale lengths": Mutation(lengths_that_nobody_writes, {"tokens"}),
+    "attention reads stale lengths": Mutation(lengths_that_nobody_writes, {"debug", "tokens"}),
     "noise is keyed by step": Mutation(noise_of_the_step, {"verify", "tokens"}),
     "drafts are accepted unseen": Mutation(
         in_op("commit", drafts_accepted_unseen), {"tokens"}, "drafts"
     ),
-    "a metadata tensor is made anew": Mutation(positions_made_anew, {"verify", "audit"}),
+    "a metadata tensor is made anew": Mutation(positions_made_anew, {"verify", "audit", "debug"}),
     "another bucket's graph is replayed": Mutation(graph_of_another_bucket, {"verify", "tokens"}),
     "a number of the host is frozen": Mutation(counter_on_the_host, {"verify", "audit", "tokens"}),
 }
 
 
-def caught(engine: Engine, tokens: list[list[int]]) -> set[str]:
+def caught(engine: Engine, kind: str, tokens: list[list[int]]) -> set[str]:
     """The tools that find something wrong."""
     found = set()
+    try:
+        engine_of(kind, debug=True).close()
+    except CaptureError:
+        found.add("debug")
     if not engine.verify(STEPS).ok:
         found.add("verify")
     if not engine.audit().ok:
@@ -281,4 +293,4 @@ def test_each_is_caught(name: str, sound: dict[str, list[list[int]]], monkeypatc
     mutation = MUTATIONS[name]
     mutation.plant(monkeypatch)
     with engine_of(mutation.engine) as engine:
-        assert caught(engine, sound[mutation.engine]) == mutation.caught_by
+        assert caught(engine, mutation.engine, sound[mutation.engine]) == mutation.caught_by
