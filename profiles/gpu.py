@@ -21,6 +21,7 @@ import graphattn
 from graphattn.engine import Engine
 from profiles.attention import decode_attention, gqa, latent
 from profiles.interleave import timed_step
+from profiles.peaks import measure_peaks, seconds
 from profiles.plain_llama import DEEPSEEK_V3, LLAMA_8B, Shape, plain_llama
 from profiles.record import append, context, spread
 
@@ -58,28 +59,10 @@ class Place:
         """bf16 is what a GPU serves; a CPU has it only slowly."""
         return torch.float32 if self.dry else torch.bfloat16
 
-    def seconds(self, work: Callable[[], object], repeats: int) -> list[float]:
-        """Device time of `work`, once per repeat, after three unmeasured ones."""
-        for _ in range(3):
-            work()
-        return [self._once(work) for _ in range(repeats)]
-
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-    def _once(self, work: Callable[[], object]) -> float:
-        if self.device.type != "cuda":
-            started = time.perf_counter()
-            work()
-            return time.perf_counter() - started
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e-3
 
 
 Record = dict[str, Any]
@@ -127,7 +110,7 @@ def _launch(place: Place, nodes: int) -> Record:
             counter.add_(1)
 
     replay = line if place.dry else _straight_line(line)
-    device_s = place.seconds(replay, repeats=50)
+    device_s = seconds(replay, 50, place.device)
     host_s = []
     for _ in range(50):
         place.synchronize()
@@ -162,7 +145,8 @@ def _straight_line(work: Callable[[], None]) -> Callable[[], None]:
 
 def attention(place: Place) -> list[Record]:
     """Decode attention of one layer: bytes of KV read a second, beside a device copy."""
-    copied = _copy_bandwidth(place)
+    peaks = measure_peaks(place.device, place.dtype, shrink=64 if place.dry else 1)
+    copied = peaks.copy_bytes_per_s
     print(f"copy: {copied / 1e9:.0f} GB/s", flush=True)
     cases = [(4, 64)] if place.dry else [(1, 4096), (8, 4096), (32, 4096), (32, 16384), (128, 4096)]
     return [
@@ -178,8 +162,8 @@ def _attention(place: Place, kind: str, batch: int, length: int, copied: float) 
     problem = decode_attention(layer, [length] * batch, dtype=place.dtype, device=place.device)
     step, entry = problem.run, layer.entry_values * place.dtype.itemsize
     read = batch * length * entry
-    seconds = place.seconds(step if place.dry else _straight_line(step), repeats=30)
-    rate = read / statistics.median(seconds)
+    taken = seconds(step if place.dry else _straight_line(step), 30, place.device)
+    rate = read / statistics.median(taken)
     print(
         f"{kind} B={batch} L={length}: {rate / 1e9:.0f} GB/s, {rate / copied:.0%} of copy",
         flush=True,
@@ -189,19 +173,10 @@ def _attention(place: Place, kind: str, batch: int, length: int, copied: float) 
         "kind": kind,
         "batch": batch,
         "length": length,
-        "seconds": spread(seconds),
+        "seconds": spread(taken),
         "bytes_per_s": rate,
         "of_copy": rate / copied,
     }
-
-
-def _copy_bandwidth(place: Place) -> float:
-    """Bytes a second of a device copy, read and written both counted."""
-    size = 1 << (22 if place.dry else 30)
-    source = torch.zeros(size, dtype=torch.uint8, device=place.device)
-    target = torch.empty_like(source)
-    seconds = place.seconds(lambda: target.copy_(source), repeats=20)
-    return 2 * size / statistics.median(seconds)
 
 
 def step(place: Place) -> list[Record]:
@@ -217,9 +192,9 @@ def _step(place: Place, model: Any, batch: int, backend: str) -> Record:
     with graphattn.capture(
         model, max_batch=batch, max_seq_len=512, buckets=[batch], backend=backend
     ) as engine:
-        seconds = _decode_seconds(engine, batch)
-    print(f"batch {batch}, {backend}: {statistics.median(seconds) * 1e3:.3f} ms a step", flush=True)
-    return {"part": "step", "batch": batch, "backend": backend, "seconds": spread(seconds)}
+        taken = _decode_seconds(engine, batch)
+    print(f"batch {batch}, {backend}: {statistics.median(taken) * 1e3:.3f} ms a step", flush=True)
+    return {"part": "step", "batch": batch, "backend": backend, "seconds": spread(taken)}
 
 
 def _decode_seconds(engine: Engine, batch: int) -> list[float]:
@@ -228,15 +203,15 @@ def _decode_seconds(engine: Engine, batch: int) -> list[float]:
         engine.submit([i + 1] * 16, max_new_tokens=64)
     for _ in range(8):
         timed_step(engine)
-    seconds = []
+    taken = []
     while engine.busy:
         read = engine.stats().tokens_emitted
         started = time.perf_counter()
         while engine.busy and engine.stats().tokens_emitted == read:
             engine.step()
             engine.poll()
-        seconds.append(time.perf_counter() - started)
-    return seconds
+        taken.append(time.perf_counter() - started)
+    return taken
 
 
 PARTS = {"paths": paths, "launch": launch, "attention": attention, "step": step}
