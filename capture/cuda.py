@@ -14,7 +14,7 @@ import torch
 from .compiled import compiled_already
 from .errors import CaptureError
 from .graph import Graph, GraphInfo, GraphState
-from .inspect import Node, copies, kinds, operations, walk
+from .inspect import Node, copies, faults, kinds, operations, walk
 from .record import grad_mode
 
 T = TypeVar("T")
@@ -68,6 +68,7 @@ class CudaGraph(Graph):
             operations=operations(nodes),
             copies=copies(nodes),
             instantiate_seconds=self._instantiate_seconds,
+            faults=tuple(faults(nodes)),
         )
 
     def nodes(self, driver: Any = None) -> tuple[Node, ...]:

@@ -43,7 +43,8 @@ class GraphInfo:
     `capture_seconds` is the wall time of the capture, `instantiate_seconds` what of it made the
     graph executable. `memory_bytes` is the memory by which the capture of this graph has made the
     process grow (pool or arena, outputs, executable graph), `packed_bytes` what of it are copies
-    of weights.
+    of weights. `faults` are nodes that a static step must not have, each in words; a host graph
+    refuses to capture what would be one.
     """
 
     node_count: int
@@ -54,6 +55,7 @@ class GraphInfo:
     copies: Mapping[str, int] = field(default_factory=dict)
     instantiate_seconds: float = 0.0
     packed_bytes: int = 0
+    faults: tuple[str, ...] = ()
 
 
 class Graph(ABC):

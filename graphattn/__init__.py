@@ -1,5 +1,8 @@
 """Static-shape, CUDA-graph-friendly attention runtime: one captured graph per decode step."""
 
+from graphattn import versions  # noqa: F401  # first: what is too old is named before it fails
+
+# isort: split
 from graphattn import bounds, convert, ops
 from graphattn._capture.errors import CaptureError
 from graphattn.aio import AsyncEngine, EventStream

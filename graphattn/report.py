@@ -87,6 +87,7 @@ class BucketReport:
     instantiate_seconds: float  # of them
     memory_bytes: int  # that its capture added
     replays: int
+    faults: tuple[str, ...]  # nodes that a static step must not have, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,8 @@ class EngineReport:
         ]
         total = f"captured {len(self.buckets)} graphs in {self.capture_seconds:.1f} s"
         served = f"{self.steps} steps, {self.fallbacks} of them without their graph"
-        return "\n".join([*head, *table(rows), total, served, *self.notes])
+        faults = [f"{b.name}: {fault}" for b in self.buckets for fault in b.faults]
+        return "\n".join([*head, *table(rows), total, served, *faults, *self.notes])
 
     def details(self) -> str:
         """Memory, predicted and measured, and the nodes of every graph, as two tables.
@@ -202,6 +204,7 @@ def bucket_report(bucket: Bucket, graph: Graph, replays: int) -> BucketReport:
         instantiate_seconds=info.instantiate_seconds,
         memory_bytes=info.memory_bytes,
         replays=replays,
+        faults=info.faults,
     )
 
 

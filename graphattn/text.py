@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from graphattn.errors import GraphAttnError
+from graphattn.versions import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,10 @@ def _check(folder: Path) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read when transformers is first imported
     try:
         from transformers.utils import logging
+
+        require("transformers")
     except ImportError as error:
-        raise GraphAttnError("transformers is missing: pip install 'graphattn[hf]'") from error
+        raise GraphAttnError(f"{error}: pip install 'graphattn[hf]'") from error
     logging.disable_progress_bar()
     logging.set_verbosity_error()
 

@@ -13,6 +13,7 @@ MAX_LINES = 400
 # Data flows down this list; a module imports only modules above its own. `models` stands where the
 # contract is needed; the adapters beside it are known to `capture` and its clients only.
 FLOW = [
+    "versions",
     "errors",
     "tables",
     "difference",

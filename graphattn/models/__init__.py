@@ -6,6 +6,7 @@ from graphattn._capture.compiled import REASON, graphs_of_its_own, uncompiled
 from graphattn.errors import UnsupportedModelError
 from graphattn.models.contract import StepModel
 from graphattn.models.weights import Weights, weights
+from graphattn.versions import require
 
 __all__ = ["Weights", "adapt", "notes", "weights"]
 
@@ -24,6 +25,7 @@ def adapt(model: object) -> StepModel:
     if not missing and callable(model):
         return model  # type: ignore[return-value]
     if any(c.__module__.startswith("transformers.") for c in type(uncompiled(model)).__mro__):
+        require("transformers")
         from graphattn.models import transformers
 
         return transformers.adapt(model)

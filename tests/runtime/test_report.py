@@ -1,7 +1,7 @@
 """What an engine says of its graphs and its memory, as text, as data, and as a difference."""
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,7 +112,7 @@ def test_a_difference_of_values_of_every_kind() -> None:
     ]
 
 
-def test_a_bucket_reports_what_the_driver_says_of_its_graph() -> None:
+def test_a_bucket_reports_what_the_driver_says_of_its_graph(served: EngineReport) -> None:
     info = GraphInfo(
         node_count=4,
         capture_seconds=2.0,
@@ -121,6 +121,7 @@ def test_a_bucket_reports_what_the_driver_says_of_its_graph() -> None:
         operations={"attend": 2, "memcpy": 1, "host": 1},
         copies={"host to device": 1},
         instantiate_seconds=0.5,
+        faults=("node 3 (host) calls the host at every replay",),
     )
     graph: Any = SimpleNamespace(info=info)
     bucket = bucket_report(Bucket(8, mixed=False), graph, replays=9)
@@ -129,3 +130,6 @@ def test_a_bucket_reports_what_the_driver_says_of_its_graph() -> None:
         "  kernel": 2, "  memcpy": 1, "  host": 1, " host to device": 1,
         "attend": 2, "memcpy": 1, "host": 1,
     }  # fmt: skip
+    told = str(replace(served, buckets=(bucket,)))
+    assert "decode-8: node 3 (host) calls the host at every replay" in told
+    assert "calls the host" not in str(served)
