@@ -1,85 +1,22 @@
 """Static-shape, CUDA-graph-friendly attention runtime: one captured graph per decode step."""
 
-from graphattn import versions  # noqa: F401  # first: what is too old is named before it fails
+import importlib
+import typing
 
-# isort: split
-from graphattn import bounds, convert, ops
-from graphattn._capture.errors import CaptureError
-from graphattn.aio import AsyncEngine, EventStream
-from graphattn.bounds import Bounds
-from graphattn.calibrating import calibrate_kv
-from graphattn.capturing import capture
-from graphattn.checks import audit, verify
-from graphattn.config import Bucket
-from graphattn.dcp import DCP
-from graphattn.difference import ReportDiff
-from graphattn.draft import NGram
-from graphattn.draft_model import DraftModel
-from graphattn.engine import Engine
-from graphattn.errors import (
-    ConfigError,
-    EngineClosedError,
-    GraphAttnError,
-    QueueFullError,
-    RequestError,
-    StepError,
-    UnsupportedModelError,
-    WeightsMovedError,
-)
-from graphattn.footprint import Footprint
-from graphattn.graph import Graph
-from graphattn.groups import VirtualGroup
-from graphattn.metadata import StepRows
-from graphattn.models.contract import AttentionLayer
-from graphattn.mtp import MTP
-from graphattn.plan import Plan, Work
-from graphattn.report import BucketReport, EngineReport, Stats
-from graphattn.request import Completion, Event, FinishReason, Request, SamplingParams
-from graphattn.step_buffers import StepBuffers
+from graphattn import versions  # noqa: F401  # first: what is too old is named before it fails
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "DCP",
-    "MTP",
-    "AsyncEngine",
-    "AttentionLayer",
-    "Bounds",
-    "Bucket",
-    "BucketReport",
-    "CaptureError",
-    "Completion",
-    "ConfigError",
-    "DraftModel",
-    "Engine",
-    "EngineClosedError",
-    "EngineReport",
-    "Event",
-    "EventStream",
-    "FinishReason",
-    "Footprint",
-    "Graph",
-    "GraphAttnError",
-    "NGram",
-    "Plan",
-    "QueueFullError",
-    "ReportDiff",
-    "Request",
-    "RequestError",
-    "SamplingParams",
-    "Stats",
-    "StepBuffers",
-    "StepError",
-    "StepRows",
-    "UnsupportedModelError",
-    "VirtualGroup",
-    "WeightsMovedError",
-    "Work",
-    "audit",
-    "bounds",
-    "calibrate_kv",
-    "capture",
-    "convert",
-    "ops",
-    "verify",
-]
+if typing.TYPE_CHECKING:
+    from graphattn.door import *  # noqa: F403  # what type checkers see; `__all__` is there
+else:
+
+    def __getattr__(name: str) -> object:
+        """Load everything public with the first name that is asked for: `graphattn plan`, and what
+        else only reads text, starts without torch.
+        """
+        door = importlib.import_module("graphattn.door")
+        globals().update({public: getattr(door, public) for public in (*door.__all__, "__all__")})
+        if name not in globals():
+            raise AttributeError(f"module 'graphattn' has no attribute {name!r}")
+        return globals()[name]

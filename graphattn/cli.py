@@ -1,4 +1,4 @@
-"""The command `graphattn`: generate, demo, audit, inspect.
+"""The command `graphattn`: generate, demo, audit, inspect, plan.
 
 Exit codes: 0 success, 1 the demo found a difference or the audit something, 2 a wrong argument or
 a missing piece, with one line on stderr that says what to do, 130 interrupted.
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphattn.errors import GraphAttnError, wrong
+from graphattn.planner.command import add_options, answer
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +109,14 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--max-batch", type=_positive, default=8, metavar="N", help="slots")
     inspect.add_argument("--max-seq-len", type=_positive, metavar="N")
     inspect.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+    plan = commands.add_parser(
+        "plan",
+        help="what fits on how many GPUs, and how fast, from configuration files only",
+        allow_abbrev=False,
+    )
+    plan.set_defaults(run=_plan)
+    add_options(plan)
     return parser
 
 
@@ -154,6 +163,11 @@ def _inspect(arguments: argparse.Namespace) -> int:
         max_seq_len=arguments.max_seq_len,
     )
     _write(report.to_json() if arguments.json else f"{report}\n\n{report.details()}")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    _write(answer(arguments))
     return 0
 
 

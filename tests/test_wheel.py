@@ -36,4 +36,6 @@ def test_wheel_ships_every_module_and_no_top_level_kernels(tmp_path: Path) -> No
     shipped = set(zipfile.ZipFile(wheel).namelist())
     assert {n for n in shipped if n.endswith(".py")} == modules_of_the_checkout()
     assert "graphattn/py.typed" in shipped
+    configs = {p.name for p in ROOT.glob("graphattn/planner/configs/*.json")}
+    assert configs == {Path(n).name for n in shipped if "planner/configs/" in n}
     assert any(n.endswith("LICENSE") for n in shipped)
