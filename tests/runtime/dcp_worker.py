@@ -1,4 +1,4 @@
-"""One rank of a process-group test: `torchrun ... dcp_worker.py <scenario>`, verdict on stdout."""
+"""One rank of a process-group test: `torchrun ... dcp_worker SCENARIO...`, verdicts on stdout."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def parity() -> None:
         tokens = run_engine(model, dcp, backend=backend, page_size=page_size)
         if tokens is not None:
             assert tokens == expected, (interleave, reduce, backend)
-            print(f"equal {interleave} {reduce} {backend}", flush=True)
+            print(f"parity: equal {interleave} {reduce} {backend}", flush=True)
 
 
 class ShardedHeads(TinyModel):
@@ -85,7 +85,7 @@ def sharded() -> None:
         tokens = run_engine(model, dcp, backend=backend)
         if tokens is not None:
             assert tokens == expected, (reduce, backend)
-            print(f"equal {reduce} {backend}", flush=True)
+            print(f"sharded: equal {reduce} {backend}", flush=True)
 
 
 def drafts() -> None:
@@ -115,7 +115,7 @@ def drafts() -> None:
                 engine.follow()
                 continue
             assert [r.token_ids for r in submit(engine)] == expected, speculate
-            print(f"equal {type(speculate).__name__}", flush=True)
+            print(f"drafts: equal {type(speculate).__name__}", flush=True)
 
 
 def own_loop() -> None:
@@ -152,22 +152,18 @@ def own_loop() -> None:
                 assert count >= 4
                 assert got[len(prompt) :] == model.generate(prompt, count)
     buffers.close()
-    print("equal", flush=True)
+    print("own_loop: equal", flush=True)
 
 
 def late() -> None:
     """One rank enters capture seconds after the others."""
     if dist.get_rank() == 1:
         time.sleep(2.0)
-    parity_once()
-
-
-def parity_once() -> None:
     model = TinyModel(windows=(0,))
     tokens = run_engine(model, graphattn.DCP(dist.group.WORLD, timeout=60.0))
     if tokens is not None:
         assert tokens == [model.generate(p, n) for p, n in JOBS]
-        print("equal", flush=True)
+        print("late: equal", flush=True)
 
 
 def disagree() -> None:
@@ -234,7 +230,8 @@ SCENARIOS = (parity, sharded, drafts, own_loop, late, disagree, dead, stalled)
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    {f.__name__: f for f in SCENARIOS}[sys.argv[1]]()
+    for name in sys.argv[1:]:
+        {f.__name__: f for f in SCENARIOS}[name]()
     sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()

@@ -12,10 +12,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def launch(ranks: int, scenario: str) -> str:
-    """Run the worker as users do; its output once every rank has ended."""
+def launch(ranks: int, *scenarios: str) -> str:
+    """Run the worker as users do; its output once every rank has ended.
+
+    Several scenarios of one launch run one after the other: starting processes takes longest.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--standalone", "-m", "tests.runtime.dcp_worker", scenario]
+    command += ["--standalone", "-m", "tests.runtime.dcp_worker", *scenarios]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
@@ -24,36 +27,25 @@ def launch(ranks: int, scenario: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_tokens_equal_recomputation(ranks: int) -> None:
-    assert launch(ranks, "parity").count("equal") == 4
-
-
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_query_heads_sharded_over_the_group(ranks: int) -> None:
-    assert launch(ranks, "sharded").count("equal") == 3
+def test_no_layout_lateness_or_draft_changes_a_token(ranks: int) -> None:
+    """Nor do query heads that are sharded over the group."""
+    out = launch(ranks, "parity", "sharded", "drafts", "late", "disagree")
+    for scenario, times in (("parity", 4), ("sharded", 3), ("drafts", 3), ("late", 1)):
+        assert out.count(f"{scenario}: equal") == times, out
+    for rank in range(ranks):
+        assert f"rank {rank}: max_tokens: wanted the same on every rank" in out
+        assert f"on rank {(rank + 1) % 2}" in out
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_drafts_and_sampling_change_no_token(ranks: int) -> None:
-    assert launch(ranks, "drafts").count("equal") == 3
+def test_tokens_equal_recomputation_on_four_ranks() -> None:
+    assert launch(4, "parity").count("parity: equal") == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_loop_of_ones_own(ranks: int) -> None:
-    assert launch(ranks, "own_loop").count("equal") == ranks
-
-
-def test_ranks_may_enter_capture_seconds_apart() -> None:
-    assert "equal" in launch(2, "late")
-
-
-def test_ranks_that_were_captured_differently_say_in_what() -> None:
-    out = launch(2, "disagree")
-    for rank, other in ((0, 1), (1, 0)):
-        assert f"rank {rank}: max_tokens: wanted the same on every rank" in out
-        assert f"on rank {other}" in out
+    assert launch(ranks, "own_loop").count("own_loop: equal") == ranks
 
 
 @pytest.mark.parametrize("scenario", ["dead", "stalled"])
