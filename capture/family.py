@@ -16,6 +16,7 @@ from .eager import EagerGraph
 from .errors import CaptureError
 from .graph import Graph, gc_paused
 from .host import HostGraph
+from .nvtx_ranges import scope
 from .prepack import PackedWeights
 from .record import grad_mode
 from .storages import Preserved, PreserveMode, random_state_preserved
@@ -59,7 +60,7 @@ def capture_family(
             _warm(programs, backend=backend, stream=stream, untouched=untouched)
             for name, program in programs.items():
                 graphs[name] = make(name)
-                with named(name):
+                with named(name), scope(f"capture.{name}"):
                     graphs[name].capture(program)
                 if progress is not None:
                     progress(name, len(graphs), len(programs))

@@ -1,13 +1,24 @@
-"""NVTX ranges of the domain "graphattn", free when no tool listens.
+"""NVTX ranges and counters of the domain "graphattn", free when no tool listens.
 
 Ranges that are open while a graph is captured are projected onto its nodes by the profiler;
 ranges around a replay are host ranges. Whether a tool listens is decided when the first range is
 made, as NVTX does itself.
 
-    with scope("attend.3"): ...            # attributes are built once per name
+    with scope("attend.3"): ...        # what belongs to a name is built once
+    count("live_rows", 8)
 
-    name = prepared("replay.decode8")      # for hot loops: no context manager
-    push(name); ...; pop()
+What is named, one inside the other (docs/profiling.md):
+
+    capture.BUCKET                     a capture; inside it, and inside every eager step:
+      admit prepare model sample commit draft            the stages
+        layer.N                        of the model, and of a drafter
+          attend.N, attend_latent.N    KV write, attention, combine over DCP ranks
+    replay.BUCKET                      a step of an engine on the host
+      copy_in, copy_out                of the input block, of the output block
+    wait                               the host waits for the oldest step in flight
+
+Counters, as marks that carry their value: live_rows and pages_taken when a step is launched,
+emitted_tokens and accepted_tokens (drafts among them) when one is read.
 """
 
 from __future__ import annotations
@@ -29,36 +40,26 @@ def _domain() -> Any:
 
 @cache
 def enabled() -> bool:
-    """Whether a tool listens to the ranges."""
+    """Whether a tool listens."""
     return type(_domain()).__name__ != "DummyDomain"
-
-
-@cache
-def prepared(name: str) -> Any:
-    """Event attributes of a range, built once per name; what `push` takes."""
-    return _domain().get_event_attributes(message=name)
-
-
-def push(attributes: Any) -> None:
-    """Open a range. Ranges of a thread nest; close each with `pop`."""
-    _domain().push_range(attributes)
-
-
-def pop() -> None:
-    """Close the range that was opened last in this thread."""
-    _domain().pop_range()
 
 
 @cache
 def scope(name: str) -> AbstractContextManager[None]:
     """A range around a `with` block. The same object serves every use of the name."""
-    return _Scope(prepared(name)) if enabled() else nullcontext()
+    return _Scope(name) if enabled() else nullcontext()
+
+
+def count(name: str, value: int) -> None:
+    """The value of a counter from now on."""
+    if enabled():
+        _domain().mark(message=name, payload=value)
 
 
 class _Scope(AbstractContextManager[None]):
-    def __init__(self, attributes: Any) -> None:
-        self._attributes = attributes
+    def __init__(self, name: str) -> None:
         self._domain = _domain()
+        self._attributes = self._domain.get_event_attributes(message=name)
 
     def __enter__(self) -> None:
         self._domain.push_range(self._attributes)

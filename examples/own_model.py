@@ -68,8 +68,9 @@ class ByteModel(nn.Module):
         angle = step.positions.unsqueeze(1) * self.frequency
         rotation = (angle.cos().unsqueeze(1), angle.sin().unsqueeze(1))
         x = self.embed(step.input_ids)
-        for block in self.blocks:
-            x = block(x, rotation, step)
+        for index, block in enumerate(self.blocks):
+            with step.layer(index):  # a name for profilers
+                x = block(x, rotation, step)
         return self.head(x[step.logits_token])
 
 

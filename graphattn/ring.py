@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from graphattn._capture import nvtx_ranges
 from graphattn.bounds import Bounds
 from graphattn.inputs import block_size, block_views
 from graphattn.stream import Marker, Stream, host_buffer
@@ -138,7 +139,10 @@ class OutputRing:
         """Wait until the oldest step in flight has landed, at most `timeout` seconds."""
         if not self._flying:
             return
-        marker = self._flying[0][2]
+        with nvtx_ranges.scope("wait"):
+            self._wait(self._flying[0][2], timeout)
+
+    def _wait(self, marker: Marker, timeout: float) -> None:
         if math.isinf(timeout):
             return marker.wait()
         end = time.monotonic() + timeout

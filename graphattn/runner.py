@@ -48,6 +48,8 @@ class Runner:
         self.capture_seconds = 0.0
         self.steps = 0  # launched
         self.replays = dict.fromkeys(config.buckets, 0)
+        self._ranges = {b: nvtx_ranges.scope(f"replay.{b.name}") for b in config.buckets}
+        self._copy_in, self._copy_out = map(nvtx_ranges.scope, ("copy_in", "copy_out"))
 
     def pools(self) -> dict[str, Tensor]:
         """KV pools of the model and of its drafter, by name."""
@@ -91,15 +93,21 @@ class Runner:
     def launch(self, inputs: StepInputs, bucket: Bucket) -> None:
         """One copy in, the prompts of admitted slots, one replay, one copy out."""
         self.stream.join()
-        with nvtx_ranges.scope(f"replay.{bucket.name}"):
-            history = self.memory.state.history
-            for admission in inputs.admissions:
-                self.prompts.send(admission.tokens, history[admission.slot], self.stream)
-            self._inputs.send(inputs, self.memory.inputs, self.stream)
+        nvtx_ranges.count("live_rows", len(inputs.rows))
+        with self._ranges[bucket]:
+            with self._copy_in:
+                self._send(inputs)
             self.stream.submit(self.graphs[bucket].replay)
-            self.outputs.receive(self.steps, self.memory.output, self.stream)
+            with self._copy_out:
+                self.outputs.receive(self.steps, self.memory.output, self.stream)
         self.replays[bucket] += 1
         self.steps += 1
+
+    def _send(self, inputs: StepInputs) -> None:
+        history = self.memory.state.history
+        for admission in inputs.admissions:
+            self.prompts.send(admission.tokens, history[admission.slot], self.stream)
+        self._inputs.send(inputs, self.memory.inputs, self.stream)
 
     def close(self, *, drain: bool) -> None:
         """Free the graphs, once the steps in flight have ended if `drain`."""

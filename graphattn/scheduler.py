@@ -11,6 +11,7 @@ from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 
+from graphattn._capture import nvtx_ranges
 from graphattn.bounds import Bounds
 from graphattn.errors import QueueFullError, wrong
 from graphattn.inputs import StepInputs
@@ -192,6 +193,7 @@ class Scheduler:
         assert len(inputs.page_updates) <= self.bounds.max_page_updates
         if inputs.rows or idle:
             inputs.releases, self._releases = self._releases, []
+            nvtx_ranges.count("pages_taken", self.pages.taken)
         return inputs
 
     def check(self, plan: Plan, max_tokens: int) -> None:
@@ -236,6 +238,10 @@ class Scheduler:
             seat.landed = row.context_len
             if row.emitted or row.finish:  # otherwise a chunk that does not end its prompt
                 events.append(self._read_row(seat, row))
+        if nvtx_ranges.enabled():
+            emitted = [len(event.token_ids) for event in events]
+            nvtx_ranges.count("emitted_tokens", sum(emitted))
+            nvtx_ranges.count("accepted_tokens", sum(count - 1 for count in emitted if count))
         return events
 
     def _waiting_work(self, request: Request) -> Work:

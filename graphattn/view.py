@@ -56,6 +56,10 @@ class ModelStep:
         if self._slot_memory is not None and self._slot_memory.specs:
             self.slots.commit()
 
+    def layer(self, index: int) -> AbstractContextManager[None]:
+        """A `with` block that profilers name after layer `index`; see the contract."""
+        return _range(f"layer.{index}")
+
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write K and V, attend over what each token may see; see the contract."""
         with _range(f"attend.{layer}"):

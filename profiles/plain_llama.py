@@ -129,7 +129,8 @@ class PlainLlama(nn.Module):
         x = self.embed(step.input_ids)
         cos, sin = self.cos[step.positions], self.sin[step.positions]
         for index, block in enumerate(self.blocks):
-            x = block(x, index, step, cos, sin)
+            with step.layer(index):
+                x = block(x, index, step, cos, sin)
         return self.head(self.norm(x[step.logits_token]))
 
 

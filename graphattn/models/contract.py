@@ -6,6 +6,7 @@ A model that meets it needs no adapter. `examples/own_model.py` is one in under 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -122,6 +123,13 @@ class ModelStep(Protocol):
     @property
     def slots(self) -> StepSlots:
         """The step by rows; `UnsupportedModelError` but in the steps of an engine's model."""
+        ...
+
+    def layer(self, index: int) -> AbstractContextManager[None]:
+        """A `with` block around layer `index`, whose name profilers give to all that it launches.
+
+        Optional: without it a profile tells the layers' attention apart, not the rest of them.
+        """
         ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from graphattn.models.contract import AttentionLayer, ModelStep
 from graphattn.models.transformers_calls import OBSERVE, RUN, Call, Geometry, MaskShape
 from graphattn.models.transformers_checks import check, graph_safe_experts, unsupported
 from graphattn.models.transformers_latent import check_latents, latent_note, use_latents
+from graphattn.models.transformers_layers import name_layers
 from graphattn.models.weights import follow
 
 
@@ -89,6 +90,7 @@ class TransformersModel:
         # Any 2-D mask keeps transformers from looking for packed sequences, which reads a device
         # value; its content is not used.
         self._mask = torch.ones(1, 1, dtype=torch.bool, device=self.device)
+        name_layers(module)
 
     def follow_owner(self) -> None:
         """Run over the parameters and buffers that the owner's model has now."""

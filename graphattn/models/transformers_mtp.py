@@ -31,6 +31,7 @@ from graphattn.models.transformers import (
 from graphattn.models.transformers_calls import OBSERVE, RUN
 from graphattn.models.transformers_checks import unsupported
 from graphattn.models.transformers_latent import use_latents
+from graphattn.models.transformers_layers import name_layers
 from graphattn.models.weights import follow
 
 
@@ -73,6 +74,7 @@ class TransformersMTP:
         self._expected = {x.layer_idx: (i, x) for i, x in enumerate(layers)}
         # The visible ranges of a step stand for masks; making one reads positions on the host.
         module.create_masks_for_mtp_layer = _no_masks
+        name_layers(module)
 
     def follow_owner(self) -> None:
         """Run over the parameters and buffers that the owner's modules have now."""

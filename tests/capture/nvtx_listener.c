@@ -1,4 +1,4 @@
-/* A listener of NVTX domain ranges: appends one line per event to the file NVTX_TEST_LOG.
+/* A listener of NVTX domain ranges and marks: appends one line per event to the file NVTX_TEST_LOG.
    A tool exports InitializeInjectionNvtx2, asks for the table of a module's callbacks (5 is the
    domain interface) and fills in the entries that it wants. */
 #include <stdio.h>
@@ -26,6 +26,13 @@ static int push(void *domain, const struct attributes *range) {
     return fflush(out);
 }
 
+static void mark(void *domain, const struct attributes *event) {
+    /* payload types: 1 and 2 are 64-bit integers */
+    if (event->payload_type != 1 && event->payload_type != 2) abort();
+    fprintf(out, "mark %s %s %lld\n", (const char *)domain, event->message, (long long)event->payload);
+    fflush(out);
+}
+
 static int pop(void *domain) {
     fprintf(out, "pop %s\n", (const char *)domain);
     return fflush(out);
@@ -37,6 +44,7 @@ int InitializeInjectionNvtx2(const void *(*export_table)(unsigned)) {
     unsigned count;
     out = fopen(getenv("NVTX_TEST_LOG"), "a");
     if (!out || !callbacks || !callbacks->table(5, &entries, &count)) return 0;
+    *entries[1] = (void *)mark;
     *entries[4] = (void *)push;
     *entries[5] = (void *)pop;
     *entries[10] = (void *)register_string;

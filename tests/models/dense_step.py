@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ class DenseStep:
         self.layers = layers
         self.features: dict[str, Tensor] = {}
         self.called: list[int] = []
+
+    def layer(self, index: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
         latents = latent.unsqueeze(1)

@@ -1,0 +1,47 @@
+"""Names for profilers: what a decoder layer of a transformers model launches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from graphattn._capture import nvtx_ranges
+
+
+def name_layers(tree: nn.Module) -> None:
+    """Open the range `layer.N` around each decoder layer of `tree`, if a tool listens."""
+    if nvtx_ranges.enabled():
+        for index, layer in decoder_layers(tree):
+            _name(layer, f"layer.{index}")
+
+
+def decoder_layers(tree: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Members of module lists that hold the parts of exactly one layer, with its index."""
+    for child in tree.children():
+        indices = {part.layer_idx for part in child.modules() if _knows_layer(part)}
+        if isinstance(tree, nn.ModuleList) and len(indices) == 1:
+            yield indices.pop(), child
+        elif indices:
+            yield from decoder_layers(child)
+
+
+def _knows_layer(part: nn.Module) -> bool:
+    return isinstance(getattr(part, "layer_idx", None), int)
+
+
+def _name(layer: nn.Module, name: str) -> None:
+    """torch.compile cannot trace a range: what it compiles keeps that of the caller."""
+    block = nvtx_ranges.scope(name)
+
+    def enter(*args: object) -> None:
+        if not torch.compiler.is_compiling():
+            block.__enter__()
+
+    def leave(*args: object) -> None:
+        if not torch.compiler.is_compiling():
+            block.__exit__(None, None, None)
+
+    layer.register_forward_pre_hook(enter)
+    layer.register_forward_hook(leave, always_call=True)
