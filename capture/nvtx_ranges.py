@@ -5,6 +5,7 @@ ranges around a replay are host ranges. Whether a tool listens is decided when t
 made, as NVTX does itself.
 
     with scope("attend.3"): ...        # what belongs to a name is built once
+    send = within("copy_in", send)     # for hot loops: without a tool, `send` itself
     count("live_rows", 8)
 
 What is named, one inside the other (docs/profiling.md):
@@ -23,14 +24,18 @@ emitted_tokens and accepted_tokens (drafts among them) when one is read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, wraps
 from types import TracebackType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import nvtx
 
 DOMAIN = "graphattn"
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @cache
@@ -48,6 +53,20 @@ def enabled() -> bool:
 def scope(name: str) -> AbstractContextManager[None]:
     """A range around a `with` block. The same object serves every use of the name."""
     return _Scope(name) if enabled() else nullcontext()
+
+
+def within(name: str, function: Callable[P, T]) -> Callable[P, T]:
+    """`function` with a range around every call of it; `function` itself if no tool listens."""
+    if not enabled():
+        return function
+    block = scope(name)
+
+    @wraps(function)
+    def named(*args: P.args, **kwargs: P.kwargs) -> T:
+        with block:
+            return function(*args, **kwargs)
+
+    return named
 
 
 def count(name: str, value: int) -> None:

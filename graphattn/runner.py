@@ -48,8 +48,12 @@ class Runner:
         self.capture_seconds = 0.0
         self.steps = 0  # launched
         self.replays = dict.fromkeys(config.buckets, 0)
-        self._ranges = {b: nvtx_ranges.scope(f"replay.{b.name}") for b in config.buckets}
-        self._copy_in, self._copy_out = map(nvtx_ranges.scope, ("copy_in", "copy_out"))
+        self._copy_in = nvtx_ranges.within("copy_in", self._send)
+        self._copy_out = nvtx_ranges.within("copy_out", self.outputs.receive)
+        self._replay = {
+            bucket: nvtx_ranges.within(f"replay.{bucket.name}", self._replay_step)
+            for bucket in config.buckets
+        }
 
     def pools(self) -> dict[str, Tensor]:
         """KV pools of the model and of its drafter, by name."""
@@ -94,14 +98,14 @@ class Runner:
         """One copy in, the prompts of admitted slots, one replay, one copy out."""
         self.stream.join()
         nvtx_ranges.count("live_rows", len(inputs.rows))
-        with self._ranges[bucket]:
-            with self._copy_in:
-                self._send(inputs)
-            self.stream.submit(self.graphs[bucket].replay)
-            with self._copy_out:
-                self.outputs.receive(self.steps, self.memory.output, self.stream)
+        self._replay[bucket](inputs, self.graphs[bucket])
         self.replays[bucket] += 1
         self.steps += 1
+
+    def _replay_step(self, inputs: StepInputs, graph: Graph) -> None:
+        self._copy_in(inputs)
+        self.stream.submit(graph.replay)
+        self._copy_out(self.steps, self.memory.output, self.stream)
 
     def _send(self, inputs: StepInputs) -> None:
         history = self.memory.state.history

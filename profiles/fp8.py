@@ -21,6 +21,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,10 @@ class DenseStep:
     def slots(self) -> StepSlots:
         """None: models of attention layers only."""
         raise UnsupportedModelError("a dense step has no slots")
+
+    def layer(self, index: int) -> AbstractContextManager[None]:
+        """Nobody profiles it."""
+        return nullcontext()
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `ModelStep`."""

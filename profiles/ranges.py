@@ -26,20 +26,14 @@ ROWS, ROUNDS, STEPS, REPEATS = (1, 64), 40, 50, 2000
 
 
 def ranges_of_a_step() -> float:
-    """Seconds of what `Runner.launch`, the scheduler and the output ring call for one step."""
-    replay, copy_in, copy_out = map(nvtx_ranges.scope, ("replay.x", "copy_in", "copy_out"))
+    """Seconds of what the scheduler and `Runner.launch` call for one step. The ranges themselves
+    are no call: `within` returned the functions as they were."""
+    assert nvtx_ranges.within("copy_in", ranges_of_a_step) is ranges_of_a_step
     started = time.perf_counter()
     for _ in range(REPEATS):
         nvtx_ranges.count("pages_taken", 1)
         nvtx_ranges.count("live_rows", 1)
-        with replay:
-            with copy_in:
-                pass
-            with copy_out:
-                pass
-        with nvtx_ranges.scope("wait"):
-            pass
-        nvtx_ranges.enabled()
+        nvtx_ranges.enabled()  # before the counters of a step that is read
     return (time.perf_counter() - started) / REPEATS
 
 

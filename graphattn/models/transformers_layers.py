@@ -20,15 +20,12 @@ def name_layers(tree: nn.Module) -> None:
 def decoder_layers(tree: nn.Module) -> Iterator[tuple[int, nn.Module]]:
     """Members of module lists that hold the parts of exactly one layer, with its index."""
     for child in tree.children():
-        indices = {part.layer_idx for part in child.modules() if _knows_layer(part)}
+        known = (getattr(part, "layer_idx", None) for part in child.modules())
+        indices = {index for index in known if isinstance(index, int)}
         if isinstance(tree, nn.ModuleList) and len(indices) == 1:
             yield indices.pop(), child
         elif indices:
             yield from decoder_layers(child)
-
-
-def _knows_layer(part: nn.Module) -> bool:
-    return isinstance(getattr(part, "layer_idx", None), int)
 
 
 def _name(layer: nn.Module, name: str) -> None:

@@ -17,6 +17,7 @@ try:
         raise KeyError
 except KeyError:
     pass
+assert nvtx_ranges.within("named", len)([1, 2]) == 2
 """
 EXPECTED = """
 push graphattn outer
@@ -29,6 +30,8 @@ pop graphattn
 pop graphattn
 push graphattn failing
 pop graphattn
+push graphattn named
+pop graphattn
 """
 
 
@@ -38,6 +41,7 @@ def test_free_without_a_tool() -> None:
         assert value is None
     assert nvtx_ranges.scope("stage") is nvtx_ranges.scope("stage")
     nvtx_ranges.count("rows", 1)
+    assert nvtx_ranges.within("stage", len) is len
 
 
 def test_a_tool_sees_names_nesting_and_values(tmp_path: Path) -> None:
