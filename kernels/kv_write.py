@@ -70,8 +70,12 @@ def kv_write_kernel(  # noqa: D103
         b_k = tl.load(k_ptr + (t * k_token + o_h * k_head) * STRIDE_UNIT + o_d, mask=m)
         b_v = tl.load(v_ptr + (t * v_token + o_h * v_head) * STRIDE_UNIT + o_d, mask=m)
         if QUANTISE:
-            b_k = quantise(b_k.to(tl.float32), _scale(k_scale_ptr, o_h * K_SCALE_HEAD, KV_HEADS))
-            b_v = quantise(b_v.to(tl.float32), _scale(v_scale_ptr, o_h * V_SCALE_HEAD, KV_HEADS))
+            b_k = quantise(
+                b_k.to(tl.float32), head_scale(k_scale_ptr, o_h * K_SCALE_HEAD, KV_HEADS)
+            )
+            b_v = quantise(
+                b_v.to(tl.float32), head_scale(v_scale_ptr, o_h * V_SCALE_HEAD, KV_HEADS)
+            )
         o_k = (page * k_pool_page + o_h * k_pool_head + entry * k_pool_entry) * STRIDE_UNIT
         o_v = (page * v_pool_page + o_h * v_pool_head + entry * v_pool_entry) * STRIDE_UNIT
         tl.store(k_pool_ptr + o_k + o_d, b_k, mask=m)
@@ -79,7 +83,7 @@ def kv_write_kernel(  # noqa: D103
 
 
 @triton.jit
-def _scale(scale_ptr, o_scale, KV_HEADS: tl.constexpr):
+def head_scale(scale_ptr, o_scale, KV_HEADS: tl.constexpr):
     """Scales at `o_scale`, 1 without any and past the last head."""
     if scale_ptr is None:
         return tl.full(o_scale.shape, 1.0, tl.float32)
@@ -99,7 +103,7 @@ def kv_write(
 
     Raises `ValueError` that names the argument when shapes, dtypes or strides do not fit.
     """
-    _check(k, v, kv_slot, k_pool, v_pool)
+    check_kv(k, v, kv_slot, k_pool, v_pool)
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         check_scale(name, scale, (1, k.shape[1]), k_pool)
     tokens, kv_heads, head_dim = k.shape
@@ -134,7 +138,8 @@ def kv_write(
     )
 
 
-def _check(k: Tensor, v: Tensor, kv_slot: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+def check_kv(k: Tensor, v: Tensor, kv_slot: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
+    """Raise `ValueError` that names the argument when it does not fit the others."""
     if k.dim() != 3:
         raise ValueError(f"k: wanted [T, Hkv, D], got shape {tuple(k.shape)}")
     tokens, kv_heads, head_dim = k.shape

@@ -58,7 +58,7 @@ def latent_write(
 
     Raises `ValueError` that names the argument when shapes, dtypes or strides do not fit.
     """
-    _check(latent, kv_slot, pool)
+    check_latent(latent, kv_slot, pool)
     check_scale("latent_scale", latent_scale, (2,), pool)
     tokens, dim = latent.shape
     if latent_scale is not None and not 1 <= value_dim < dim:
@@ -83,7 +83,8 @@ def latent_write(
     )
 
 
-def _check(latent: Tensor, kv_slot: Tensor, pool: Tensor) -> None:
+def check_latent(latent: Tensor, kv_slot: Tensor, pool: Tensor) -> None:
+    """Raise `ValueError` that names the argument when it does not fit the others."""
     if latent.dim() != 2:
         raise ValueError(f"latent: wanted [T, D], got shape {tuple(latent.shape)}")
     tokens, dim = latent.shape

@@ -4,7 +4,7 @@ Every op writes into buffers of the caller and returns nothing, so its mutation 
 true, a recorder or an auditor sees one node, and nothing is allocated in a captured step.
 `CUDA` runs the Triton kernel `<op>.py`, `CPU` the vectorised `<op>_cpu.py`; both are imported
 at the first call, so importing this module needs neither triton nor a GPU. `<op>_ref.py` is
-the oracle of both and is never dispatched to.
+the oracle of both and is never dispatched to. What is fused within a layer is in `fused_ops`.
 
 Legend (all tensors int32 and contiguous unless said):
 
@@ -34,42 +34,12 @@ device memory, positive and finite; None means 1. Pools of other dtypes take no 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
-from typing import Any
+from .library import define
 
-import torch
-
-NAMESPACE = "graphattn"
 IN_PROMPT = 2**30  # in `occurrences`: the token is in the prompt
 COLDEST = 2.0**-64  # temperatures from here to 0 are this one: its reciprocal is finite
 
-_library = torch.library.Library(NAMESPACE, "DEF")
-
-
-def _define(name: str, schema: str) -> Any:
-    """Define one op that only mutates, with its lazily imported implementations."""
-    _library.define(f"{name}({schema}) -> ()")
-    _library.impl(name, _lazy(name, f"{name}_cpu"), "CPU")
-    _library.impl(name, _lazy(name, name), "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: None, lib=_library)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
-
-
-def _lazy(name: str, module: str) -> Callable[..., None]:
-    """Forward to function `name` of a sibling module, imported at the first call."""
-    target: Callable[..., None] | None = None
-
-    def call(*args: Any) -> None:
-        nonlocal target
-        if target is None:
-            target = getattr(import_module(f".{module}", __package__), name)
-        target(*args)
-
-    return call
-
-
-admit = _define(
+admit = define(
     "admit",
     "Tensor admit_generation, Tensor release, Tensor admit_prompt_len, Tensor admit_context_len, "
     "Tensor admit_stop_len, Tensor admit_stop_tokens, Tensor page_updates, "
@@ -89,7 +59,7 @@ Then page_table[slot, column] = page for every used update. A host never sends t
 one (slot, column) in a step.
 """
 
-rows_from_lengths = _define(
+rows_from_lengths = define(
     "rows_from_lengths",
     "Tensor query_len, Tensor context_len, Tensor slot_of_row, Tensor? prefill, "
     "Tensor(a!) row_slot, Tensor(b!) row_query_len, Tensor(c!) slot_context_len, "
@@ -112,7 +82,7 @@ So a chunk has logits at its last place, a decode row at all of its places. Othe
 they are.
 """
 
-prepare = _define(
+prepare = define(
     "prepare",
     "Tensor slot_of_row, Tensor query_len, "
     "Tensor context_len, Tensor seq_len, Tensor prompt_len, Tensor finish, Tensor history, "
@@ -169,7 +139,7 @@ Work lists, one set per window group g for decode; ranges are over existing toke
       adjacent, ceil(query_len / prefill_block) of them; prefill_count[1]; unused entries -1
 """
 
-kv_write = _define(
+kv_write = define(
     "kv_write",
     "Tensor k, Tensor v, Tensor kv_slot, Tensor(a!) k_pool, Tensor(b!) v_pool, "
     "Tensor? k_scale=None, Tensor? v_scale=None",
@@ -182,7 +152,7 @@ kv_slot[t] // page_size, offset kv_slot[t] % page_size; -1 writes nothing. k_sca
 FP8 pools: [Hkv], or [1] for all heads.
 """
 
-attend = _define(
+attend = define(
     "attend",
     "Tensor q, Tensor k_pool, Tensor v_pool, Tensor page_table, Tensor slot_of_row, "
     "Tensor query_start, Tensor visible_start, Tensor visible_end, "
@@ -208,7 +178,7 @@ Nothing is loaded for an empty range; entries of K or V outside visible ranges m
 k_scale and v_scale of FP8 pools as `kv_write` got them.
 """
 
-latent_write = _define(
+latent_write = define(
     "latent_write",
     "Tensor latent, Tensor kv_slot, Tensor(a!) pool, Tensor? latent_scale=None, int value_dim=0",
 )
@@ -220,7 +190,7 @@ kv_slot[t] // page_size, offset kv_slot[t] % page_size; -1 writes nothing. laten
 FP8 pool: of an entry's first value_dim values, and of the rest, its rope key.
 """
 
-attend_latent = _define(
+attend_latent = define(
     "attend_latent",
     "Tensor q, Tensor pool, Tensor page_table, Tensor slot_of_row, "
     "Tensor query_start, Tensor visible_start, Tensor visible_end, "
@@ -240,14 +210,14 @@ nothing is loaded for it, and entries outside visible ranges may be NaN. latent_
 pool as `latent_write` got it, with value_dim = Dv.
 """
 
-greedy = _define("greedy", "Tensor logits, Tensor(a!) sampled")
+greedy = define("greedy", "Tensor logits, Tensor(a!) sampled")
 """sampled[L] = index of the largest of logits[L, V] (lowest on ties); fp32, bf16 or fp16 with a
 contiguous last dimension and any row stride.
 
 -1 where a row has a NaN or no value above -inf: never an id out of range.
 """
 
-commit = _define(
+commit = define(
     "commit",
     "Tensor sampled, Tensor slot_of_row, Tensor token_count, Tensor logits_start, "
     "Tensor logits_count, Tensor generation, Tensor stop_len, Tensor stop_tokens, "
@@ -272,7 +242,7 @@ out_context_len after the commit. A padding row has slot, generation -1, count 0
 context_len 0; a row that was not live has count 0 and its state's finish and context_len.
 """
 
-scale_partial = _define(
+scale_partial = define(
     "scale_partial",
     "Tensor out, Tensor lse, Tensor lses, Tensor? sinks, Tensor(a!) scaled",
 )
@@ -290,7 +260,7 @@ that return +inf or NaN for an empty row need an adapter that knows empty rows f
 maps their LSE to -inf before it gets here; unmapped, +inf makes its row NaN.
 """
 
-pack_partial = _define(
+pack_partial = define(
     "pack_partial",
     "Tensor out, Tensor lse, Tensor(a!) message, bool by_head",
 )
@@ -304,7 +274,7 @@ Else the T * H rows in order, n = ceil(T * H / W) of them per destination; rows 
 out 0 and lse -inf.
 """
 
-merge_packed = _define(
+merge_packed = define(
     "merge_packed",
     "Tensor message, Tensor? sinks, Tensor(a!) merged, int first_row",
 )
@@ -316,7 +286,7 @@ sink); exactly 0 where every lse is -inf. sinks [Hs] or None: row i belongs to s
 (first_row + i) % Hs.
 """
 
-count_tokens = _define(
+count_tokens = define(
     "count_tokens",
     "Tensor admit_generation, Tensor admit_prompt_len, Tensor admit_given_len, Tensor history, "
     "Tensor emitted_slot, Tensor emitted_count, Tensor emitted_tokens, Tensor(a!) occurrences",
@@ -331,7 +301,7 @@ is history[slot, : admit_given_len], and the tokens from there to admit_prompt_l
 before the request was preempted. Run before `admit`'s slots are sampled.
 """
 
-sample = _define(
+sample = define(
     "sample",
     "Tensor logits, Tensor slot_of_row, Tensor logits_start, Tensor logits_count, "
     "Tensor seq_len, Tensor draft_tokens, Tensor occurrences, "
@@ -369,7 +339,7 @@ nothing above -inf has sampled -1 and logprob NaN; places of no row have sampled
 Greedy rows skip the work of sampling.
 """
 
-ngram_draft = _define(
+ngram_draft = define(
     "ngram_draft",
     "Tensor history, Tensor seq_len, Tensor context_len, Tensor stop_len, Tensor finish, "
     "Tensor(a!) draft_tokens, Tensor(b!) draft_count, int min_match, int max_match",

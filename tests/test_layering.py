@@ -203,21 +203,22 @@ def test_file_fits_in_one_sitting(path: Path) -> None:
 
 
 def ops() -> list[str]:
-    """Names of the operations that kernels/ops.py defines."""
-    tree = ast.parse((ROOT / "kernels" / "ops.py").read_text())
+    """Names of the operations that kernels/ops.py and kernels/fused_ops.py define."""
+    trees = [ast.parse((ROOT / "kernels" / f).read_text()) for f in ("ops.py", "fused_ops.py")]
     defined = [
         node.args[0].value
+        for tree in trees
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
-        and node.func.id == "_define"
+        and node.func.id == "define"
         and isinstance(node.args[0], ast.Constant)
     ]
     return [str(op) for op in defined]
 
 
 def test_operations_are_found() -> None:
-    assert {"prepare", "kv_write", "attend", "greedy", "commit"} <= set(ops())
+    assert {"prepare", "kv_write", "attend", "greedy", "commit", "rope_write"} <= set(ops())
 
 
 @pytest.mark.parametrize("op", ops())

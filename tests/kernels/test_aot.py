@@ -9,7 +9,8 @@ import torch
 
 from graphattn.kernels.tiles import latent_tiles
 from tests.aot import Job, compile_all
-from tests.kernels.budgets import BUDGETS, cost, fp8_jobs, key, main_fp8_jobs, main_jobs, more_jobs
+from tests.kernels.budgets import BUDGETS, cost, key
+from tests.kernels.jobs import fp8_jobs, main_fp8_jobs, main_jobs, more_jobs
 
 
 def assert_within_budget(named: list[tuple[str, Job]]) -> None:

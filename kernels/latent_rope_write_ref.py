@@ -1,0 +1,31 @@
+"""Oracle of `latent_rope_write`: what becomes of Q and the latents, float64, nothing rounded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .rms_norm_ref import rms_norm_ref
+from .rotary_ref import rotate_ref
+
+
+def latent_rope_write_ref(
+    q: Tensor,
+    latent: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    weight: Tensor,
+    eps: float,
+    style: str,
+    *,
+    pairs_in: bool,
+    pairs_out: bool,
+) -> tuple[Tensor, Tensor]:
+    """Exact Q [T, Hq, R] and latents [T, C + R], float64 on the CPU. `latent_write_ref` writes."""
+    value_dim = weight.shape[0]
+    normed = rms_norm_ref(latent[:, :value_dim], weight, eps, style)
+    q, key = (
+        rotate_ref(x, cos, sin, pairs_in=pairs_in, pairs_out=pairs_out)
+        for x in (q, latent[:, None, value_dim:])
+    )
+    return q, torch.cat([normed, key[:, 0]], dim=1)
