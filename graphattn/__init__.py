@@ -20,3 +20,7 @@ else:
         if name not in globals():
             raise AttributeError(f"module 'graphattn' has no attribute {name!r}")
         return globals()[name]
+
+    def __dir__() -> list[str]:
+        """With the public names, loaded or not."""
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -25,6 +25,10 @@ def test_all_lists_exactly_the_public_names() -> None:
     assert public - modules <= set(PUBLIC) <= public
 
 
+def test_every_public_name_is_listed_before_any_is_used() -> None:
+    run("import graphattn; names = dir(graphattn); assert set(graphattn.__all__) <= set(names)")
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_names_are_documented(name: str) -> None:
     assert inspect.getdoc(getattr(graphattn, name)), f"graphattn.{name} has no docstring"
