@@ -34,5 +34,7 @@ def rotate(
 
 def _pairs(x: Tensor, adjacent: bool) -> Tensor:
     """View of x [T, heads, R] as [T, heads, 2, R / 2]."""
-    shape = (*x.shape[:2], -1, 2) if adjacent else (*x.shape[:2], 2, -1)
-    return x.view(shape).transpose(2, 3) if adjacent else x.view(shape)
+    tokens, heads, rotated = x.shape
+    if adjacent:
+        return x.view(tokens, heads, rotated // 2, 2).transpose(2, 3)
+    return x.view(tokens, heads, 2, rotated // 2)
