@@ -25,7 +25,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)
-	$(BIN)/python -m profiles.bench
+	$(BIN)/python -m profiles.run
 
 # Minutes of random load with every token checked: make soak MINUTES=60
 MINUTES ?= 10

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +35,14 @@ class Pairs:
         """Median over the pairs of theirs / ours: above 1 is in our favour."""
         pairs = zip(self.ours, self.theirs, strict=True)
         return statistics.median(theirs / ours for ours, theirs in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """Durations of one engine's steps, and what it emitted."""
+
+    seconds: tuple[float, ...]
+    tokens: Tokens
 
 
 def submit(engine: Engine, workload: Workload) -> list[Request]:
@@ -69,63 +76,58 @@ def finish(engine: Engine, requests: Sequence[Request]) -> Tokens:
 def against(
     engine: Engine, model: Any, workload: Workload, run: Callable[[Any, Any, int], Run]
 ) -> Pairs:
-    """Alternate decode steps of `engine` with those of `run(model, prompts, new_tokens)`."""
-    requests = submit(engine, workload)
-    ours: list[float] = []
-    theirs: list[float] = []
-    with _before_each_decode_step(model, workload.batch, lambda: timed_step(engine), ours, theirs):
-        run_theirs = run(
-            model, workload.prompts(engine.config.bounds.vocab_size), workload.new_tokens
-        )
-    pairs = min(len(ours), len(theirs))
-    return Pairs(
-        tuple(ours[:pairs]),
-        tuple(theirs[:pairs]),
-        finish(engine, requests),
-        run_theirs.token_ids,
-    )
+    """Alternate decode steps of `engine` with those of `run(model, prompts, new_tokens)`.
 
-
-def two_engines(first: Engine, second: Engine, workload: Workload) -> Pairs:
-    """Alternate decode steps of two engines; `ours` are those of `first`.
-
-    Which of the two goes first changes from pair to pair.
+    A hook on the model's forward takes our turn.
     """
-    engines = (first, second)
-    requests = [submit(engine, workload) for engine in engines]
-    seconds: tuple[list[float], list[float]] = ([], [])
-    turn = 0
-    while all(engine.busy for engine in engines):
-        for index in (turn, 1 - turn):
-            seconds[index].append(timed_step(engines[index]))
-        turn = 1 - turn
-    tokens = [finish(e, r) for e, r in zip(engines, requests, strict=True)]
-    return Pairs(tuple(seconds[0]), tuple(seconds[1]), tokens[0], tokens[1])
-
-
-@contextmanager
-def _before_each_decode_step(
-    model: Any,
-    batch: int,
-    our_step: Callable[[], float],
-    ours: list[float],
-    theirs: list[float],
-) -> Iterator[None]:
-    """Run `our_step` before each forward of `batch` tokens; the time until the next is theirs."""
-    left: float | None = None
+    requests, turns = submit(engine, workload), Turns(engine)
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        nonlocal left
-        entered = time.perf_counter()
-        if left is not None:
-            theirs.append(entered - left)
-        left = None
-        if kwargs["input_ids"].numel() == batch:
-            ours.append(our_step())
-            left = time.perf_counter()
+        turns.take(decodes=kwargs["input_ids"].numel() == workload.batch)
 
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
     try:
-        yield
+        theirs = run(model, workload.prompts(engine.config.bounds.vocab_size), workload.new_tokens)
     finally:
         handle.remove()
+    return turns.pairs(finish(engine, requests), theirs.token_ids)
+
+
+def in_turn(engines: Sequence[Engine], workload: Workload) -> list[Side]:
+    """Alternate decode steps of several engines; which one goes first changes from turn to turn."""
+    requests = [submit(engine, workload) for engine in engines]
+    seconds: list[list[float]] = [[] for _ in engines]
+    turn = 0
+    while all(engine.busy for engine in engines):
+        for i in range(len(engines)):
+            index = (turn + i) % len(engines)
+            seconds[index].append(timed_step(engines[index]))
+        turn += 1
+    tokens = [finish(e, r) for e, r in zip(engines, requests, strict=True)]
+    return [Side(tuple(s), t) for s, t in zip(seconds, tokens, strict=True)]
+
+
+class Turns:
+    """Steps of an engine in the gaps of another runtime, which calls `take` between its steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.ours: list[float] = []
+        self.theirs: list[float] = []
+        self._engine = engine
+        self._left: float | None = None
+
+    def take(self, *, decodes: bool = True) -> None:
+        """The time since the last call was a step of theirs; one of ours follows, unless what they
+        do next is no decode step."""
+        entered = time.perf_counter()
+        if self._left is not None:
+            self.theirs.append(entered - self._left)
+        self._left = None
+        if decodes:
+            self.ours.append(timed_step(self._engine))
+            self._left = time.perf_counter()
+
+    def pairs(self, our_tokens: Tokens, their_tokens: Tokens) -> Pairs:
+        """Those in which both had a step."""
+        both = min(len(self.ours), len(self.theirs))
+        return Pairs(tuple(self.ours[:both]), tuple(self.theirs[:both]), our_tokens, their_tokens)

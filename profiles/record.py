@@ -61,6 +61,26 @@ def context() -> dict[str, Any]:
     }
 
 
+def check(record: dict[str, Any]) -> None:
+    """Raise `ValueError` unless the record means what its fields say everywhere: see the docstring
+    of `profiles.benchmarks`."""
+    spreads = {name: value for name, value in record.items() if _is_spread(value)}
+    unnamed = [name for name in spreads if not name.endswith("_s")]
+    shares = {"stages", "of_copy", "of_matmul", "of_bound"}
+    if unnamed:
+        raise ValueError(f"times in seconds have names that end with _s: {unnamed}")
+    if ("ours_s" in record) != ("roofline" in record):
+        raise ValueError(f"a step's time and its roofline go together: {sorted(record)}")
+    if "roofline" in record and set(record["roofline"]) != shares:
+        raise ValueError(f"roofline has {sorted(record['roofline'])}, wanted {sorted(shares)}")
+    if any(name.startswith("theirs_") for name in record) and "ratio" not in record:
+        raise ValueError(f"what stands beside something has a ratio: {sorted(record)}")
+
+
+def _is_spread(value: object) -> bool:
+    return isinstance(value, dict) and "median" in value
+
+
 def append(path: Path, shared: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
     """Add one line per record to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,7 +25,14 @@ class Workload:
         lengths = [max(1, self.prompt_len - i) for i in range(self.batch)]
         return [[draw.randrange(3, vocab_size) for _ in range(n)] for n in lengths]
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row after the decode step in the middle."""
+        grown = self.new_tokens // 2
+        return [max(1, self.prompt_len - i) + grown for i in range(self.batch)]
+
 
 DECODE_1 = Workload("decode-1", batch=1, prompt_len=24, new_tokens=42)
 DECODE_8 = Workload("decode-8", batch=8, prompt_len=24, new_tokens=42)
 BOUNDS_8 = Workload("bounds-8", batch=8, prompt_len=24, new_tokens=42)
+DRY = Workload("dry", batch=2, prompt_len=5, new_tokens=8)

@@ -1,35 +1,24 @@
 """The accuracy report of FP8 KV: it sees the rounding, and counts bytes as the engine does."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 from graphattn.models import adapt
-from profiles import fp8
+from profiles.benchmarks import fp8
 from tests.tiny_llama import tiny_llama
 
 
-def test_it_reports_and_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(fp8, "NEW_TOKENS", 4)
+def test_it_reports_what_rounding_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8, "MEMORY", 1 << 16)
     texts = [[7, 1, 9, 30, 2, 200, 11, 54], [3, 2, 1]]
-    work = fp8.Workload("tiny", adapt(tiny_llama()), texts[0] * 3, texts, texts)
-    monkeypatch.setattr(fp8, "WORKLOADS", {"tiny": lambda: work})
-    assert fp8.main(["--out", str(tmp_path / "out.jsonl")]) == 0
-    printed = capsys.readouterr().out
-    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [r["kv"] for r in records] == [
+    work = fp8.Workload("tiny", adapt(tiny_llama()), texts[0] * 3, texts, texts, 4)
+    bf16, *eights = fp8.compare(work)
+    assert [r["kv"] for r in (bf16, *eights)] == [
         "bf16",
         "fp8, scale 1",
         "fp8, per tensor",
         "fp8, per head",
     ]
-    bf16, *eights = records
-    assert all(r["kv"] in printed for r in records)
     for record in eights:
         assert 5 * bf16["attention_median"] < record["attention_median"] < 0.2
         assert 2 * record["bytes_per_token"] == bf16["bytes_per_token"]

@@ -1,4 +1,4 @@
-"""`python -m profiles.fp8`: what FP8 KV costs in accuracy, and what it saves in memory.
+"""FP8 KV: what it costs in accuracy, and what it saves in memory.
 
 For SmolLM2 (KV heads) and the miniature (latents), beside the fp32 model, for each way to hold the
 KV: bf16, and FP8 without scales, with one scale per tensor, and with one per head.
@@ -11,38 +11,28 @@ KV: bf16, and FP8 without scales, with one scale per tensor, and with one per he
     greedy        share of greedily continued tokens that equal the fp32 model's at their place,
                   from the engine itself: after the first difference texts go their own ways
     bytes         of KV per token, and pages that the same memory holds, from the engine's report
-
-Prints, and appends to profiles/results/fp8.jsonl.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import graphattn
-from graphattn.demo import smollm2
 from graphattn.errors import UnsupportedModelError
 from graphattn.models import adapt
 from graphattn.models.contract import AttentionLayer, StepModel, StepSlots
 from graphattn.models.scaled import ScaledModel
-from graphattn.text import encode, load
-from profiles.miniature.model import CHECKPOINT
 from profiles.miniature.text import held_out_prompts
-from profiles.record import RESULTS, append, context
+from profiles.setting import Record, Refused, Setting
 
 FP8 = torch.float8_e4m3fn
-NEW_TOKENS = 32
 MEMORY = 1 << 24  # bytes of KV pages of both engines
 TEXT = (
     "The sea covers most of the Earth's surface. Its water is salty because rivers carry minerals "
@@ -69,22 +59,29 @@ class Workload:
     text: list[int]
     prompts: list[list[int]]
     samples: list[list[int]]
+    new_tokens: int
 
 
-def _smollm2() -> Workload:
-    loaded = load(smollm2.folder(), torch.device("cpu"))
-    text, *prompts = encode(loaded.tokenizer, [TEXT, *QUESTIONS])
-    return Workload("smollm2", adapt(loaded.model), text, prompts, prompts)
-
-
-def _miniature() -> Workload:
-    loaded = load(CHECKPOINT, torch.device("cpu"))
-    text, *prompts = held_out_prompts(9, 256)
+def measure(setting: Setting) -> Iterator[Record]:
+    """A record for each model and way to hold the KV."""
+    new_tokens = setting.size(32, 4)
+    text, *prompts = setting.encoded([TEXT, *QUESTIONS])
+    yield from compare(
+        Workload("smollm2", adapt(setting.smollm2), text, prompts, prompts, new_tokens)
+    )
+    text, *prompts = held_out_prompts(setting.size(9, 3), setting.size(256, 64))
     prompts = [prompt[:48] for prompt in prompts]
-    return Workload("miniature", adapt(loaded.model), text, prompts[:4], prompts[4:])
-
-
-WORKLOADS = {"smollm2": _smollm2, "miniature": _miniature}
+    half = len(prompts) // 2
+    yield from compare(
+        Workload(
+            "miniature",
+            adapt(setting.miniature),
+            text,
+            prompts[:half],
+            prompts[half:],
+            new_tokens,
+        )
+    )
 
 
 def per_tensor(layers: Sequence[AttentionLayer]) -> tuple[AttentionLayer, ...]:
@@ -204,18 +201,18 @@ def served(
     with graphattn.capture(
         ScaledModel(work.model, tuple(layers)),
         max_batch=len(work.prompts),
-        max_seq_len=max(map(len, work.prompts)) + NEW_TOKENS,
+        max_seq_len=max(map(len, work.prompts)) + work.new_tokens,
         max_tokens=64,
         page_size=16,
         memory_budget=MEMORY,
         backend="eager",
         kv_dtype=kv_dtype,
     ) as engine:
-        done = engine.generate(work.prompts, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+        done = engine.generate(work.prompts, max_new_tokens=work.new_tokens, ignore_eos=True)
         return [token for completion in done for token in completion.token_ids], engine.report()
 
 
-def measure(work: Workload) -> list[dict[str, Any]]:
+def compare(work: Workload) -> Iterator[Record]:
     """A record for each way to hold the KV."""
     scaled = graphattn.calibrate_kv(work.model, work.samples).attention_layers
     ways: dict[str, tuple[Sequence[AttentionLayer], torch.dtype]] = {
@@ -228,60 +225,24 @@ def measure(work: Workload) -> list[dict[str, Any]]:
         ways["fp8, two scales"] = ways.pop("fp8, per head")
         del ways["fp8, per tensor"]
     wanted, whole = served(work, scaled, torch.float32)
-    records = []
     for way, (layers, kv_dtype) in ways.items():
         record = {"workload": work.name, "kv": way} | accuracy(work, layers, kv_dtype)
         per_token = whole.kv_bytes_per_token * kv_dtype.itemsize // 4
         if kv_dtype == FP8:
             got, report = served(work, layers, kv_dtype)
-            assert report.kv_bytes_per_token == per_token
+            if report.kv_bytes_per_token != per_token:
+                raise Refused(f"{work.name}: {report.kv_bytes_per_token} bytes, not {per_token}")
             record |= {
                 "greedy": sum(a == b for a, b in zip(got, wanted, strict=True)) / len(wanted),
-                "greedy_first": _first_difference(got, wanted),
+                "greedy_first": _first_difference(got, wanted, work.new_tokens),
             }
-        records.append(
-            record | {"bytes_per_token": per_token, "tokens_per_gib": 2**30 // per_token}
-        )
-    return records
+        yield record | {"bytes_per_token": per_token, "tokens_per_gib": 2**30 // per_token}
 
 
-def _first_difference(got: Sequence[int], wanted: Sequence[int]) -> float:
+def _first_difference(got: Sequence[int], wanted: Sequence[int], new_tokens: int) -> float:
     """Mean number of tokens of a request that are equal before the first that is not."""
     equal = []
-    for start in range(0, len(wanted), NEW_TOKENS):
-        pairs = zip(got[start:][:NEW_TOKENS], wanted[start:][:NEW_TOKENS], strict=True)
-        equal.append(next((i for i, (a, b) in enumerate(pairs) if a != b), NEW_TOKENS))
+    for start in range(0, len(wanted), new_tokens):
+        pairs = zip(got[start:][:new_tokens], wanted[start:][:new_tokens], strict=True)
+        equal.append(next((i for i, (a, b) in enumerate(pairs) if a != b), new_tokens))
     return statistics.mean(equal)
-
-
-def show(records: Sequence[dict[str, Any]]) -> str:
-    """A table."""
-    lines = [
-        f"{'model':10} {'KV':16} {'attention':>16} {'KL':>9} {'logprob':>8} {'argmax':>7} "
-        f"{'greedy':>7} {'first':>6} {'B/token':>8}"
-    ]
-    for r in records:
-        greedy = f"{r['greedy']:7.1%} {r['greedy_first']:6.1f}" if "greedy" in r else " " * 14
-        lines.append(
-            f"{r['workload']:10} {r['kv']:16} "
-            f"{r['attention_median']:7.2%} {r['attention_max']:8.2%} {r['kl_mean']:9.1e} "
-            f"{r['logprob_mean']:8.4f} {r['argmax']:7.1%} {greedy} {r['bytes_per_token']:8}"
-        )
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the workloads that were named, or all."""
-    parser = argparse.ArgumentParser(prog="python -m profiles.fp8", description=__doc__)
-    parser.add_argument("--workload", action="append", choices=[*WORKLOADS])
-    parser.add_argument("--out", type=Path, default=RESULTS / "fp8.jsonl")
-    args = parser.parse_args(argv)
-    makers: dict[str, Callable[[], Workload]] = WORKLOADS
-    records = [r for name in args.workload or makers for r in measure(makers[name]())]
-    print(show(records))
-    append(args.out, context(), records)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
