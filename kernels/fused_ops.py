@@ -69,6 +69,29 @@ others and q are rotated. q_out is written for every place and does not overlap 
 the pool [num_pages, page_size, C + R] as with `ops.latent_write`, value_dim = C.
 """
 
+latent_norm_write = define(
+    "latent_norm_write",
+    "Tensor? q, Tensor? q_weight, Tensor(a!)? q_out, Tensor latent, Tensor cos, Tensor sin, "
+    "Tensor weight, Tensor kv_slot, Tensor(b!) pool, Tensor? latent_scale, "
+    "float eps, str style, bool pairs_in, bool pairs_out",
+)
+"""Norm and rotate the latents, write them into the pool, and norm a query's low-rank part.
+
+latent [T, C + R], weight [C]: the first C values of a latent are normed, its R others are rotated;
+it goes to the pool [num_pages, page_size, C + R] as with `ops.latent_write`, value_dim = C.
+q, q_out [T, N], q_weight [N], all three or none: q_out = norm(q), at every place; it may be `q`.
+"""
+
+absorb_query = define(
+    "absorb_query",
+    "Tensor q, Tensor up, Tensor cos, Tensor sin, Tensor(a!) q_out, bool pairs_in, bool pairs_out",
+)
+"""Queries in the space of the latents: the product with a head's W_UK, and the rotated rest.
+
+q [T, Hq, N + R], up [Hq, N, C], q_out [T, Hq, C + R]: its first C values of a head are the first N
+of q times `up`, rounded once, its R others those of q, rotated.
+"""
+
 gated_mul = define(
     "gated_mul",
     "Tensor gate, Tensor up, Tensor(a!) out, str activation",

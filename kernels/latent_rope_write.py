@@ -18,7 +18,15 @@ from .latent_write import check_latent
 from .layout import check_contiguous
 from .rms_norm import inverse_rms, weighted
 from .rope_write import check_angles
-from .rotary import heads_per_program, load_angles, padded, pair_offsets, rotated
+from .rotary import (
+    angle_constants,
+    angle_rows,
+    heads_per_program,
+    load_angles,
+    padded,
+    pair_offsets,
+    rotated,
+)
 from .strides import stride_unit
 
 
@@ -32,9 +40,7 @@ from .strides import stride_unit
         "pool_page",
         "pool_entry",
         "cos_token",
-        "cos_pair",
         "sin_token",
-        "sin_pair",
     ]
 )
 def latent_rope_write_kernel(  # noqa: D103
@@ -56,10 +62,11 @@ def latent_rope_write_kernel(  # noqa: D103
     pool_page,
     pool_entry,
     cos_token,
-    cos_pair,
     sin_token,
-    sin_pair,
     STRIDE_UNIT: tl.constexpr,
+    ANGLE_UNIT: tl.constexpr,
+    COS_PAIR: tl.constexpr,
+    SIN_PAIR: tl.constexpr,
     HEADS: tl.constexpr,
     C: tl.constexpr,
     C_PADDED: tl.constexpr,
@@ -81,8 +88,8 @@ def latent_rope_write_kernel(  # noqa: D103
     m_pair = o_pair < HALF
     o_a, o_b = pair_offsets(o_pair, HALF, PAIRS_IN)
     o_a_out, o_b_out = pair_offsets(o_pair, HALF, PAIRS_OUT)
-    b_cos = load_angles(cos_ptr, t * cos_token, cos_pair, HALF, HALF_PADDED)
-    b_sin = load_angles(sin_ptr, t * sin_token, sin_pair, HALF, HALF_PADDED)
+    b_cos = load_angles(cos_ptr + t * cos_token * ANGLE_UNIT, COS_PAIR, HALF, HALF_PADDED)
+    b_sin = load_angles(sin_ptr + t * sin_token * ANGLE_UNIT, SIN_PAIR, HALF, HALF_PADDED)
     if i_block < Q_BLOCKS:
         o_h = (i_block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
         m = (o_h < HEADS) & m_pair
@@ -164,15 +171,14 @@ def latent_rope_write(
         latent_scale,
         eps,
         *(stride // unit for stride in strides),
-        *cos.stride(),
-        *sin.stride(),
+        *angle_rows(cos, sin),
         STRIDE_UNIT=unit,
         PAGE_SIZE=pool.shape[1],
         STYLE=style,
         PAIRS_IN=pairs_in,
         PAIRS_OUT=pairs_out,
-        ROUND=cos.dtype == q.dtype,
         QUANTISE=quantised,
+        **angle_constants(q, cos, sin),
         **constants,
     )
 

@@ -17,7 +17,15 @@ from .fp8 import FP8, check_scale, quantise, scale_step
 from .kv_write import check_kv, head_scale
 from .layout import check_contiguous
 from .rms_norm import inverse_rms, weighted
-from .rotary import heads_per_program, load_angles, padded, pair_offsets, rotated
+from .rotary import (
+    angle_constants,
+    angle_rows,
+    heads_per_program,
+    load_angles,
+    padded,
+    pair_offsets,
+    rotated,
+)
 from .strides import stride_unit
 
 
@@ -38,9 +46,7 @@ from .strides import stride_unit
         "v_pool_head",
         "v_pool_entry",
         "cos_token",
-        "cos_pair",
         "sin_token",
-        "sin_pair",
     ]
 )
 def rope_write_kernel(  # noqa: D103
@@ -73,10 +79,11 @@ def rope_write_kernel(  # noqa: D103
     v_pool_head,
     v_pool_entry,
     cos_token,
-    cos_pair,
     sin_token,
-    sin_pair,
     STRIDE_UNIT: tl.constexpr,
+    ANGLE_UNIT: tl.constexpr,
+    COS_PAIR: tl.constexpr,
+    SIN_PAIR: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -100,8 +107,8 @@ def rope_write_kernel(  # noqa: D103
     b_cos = tl.full((1, HALF_PADDED), 1.0, tl.float32)
     b_sin = tl.full((1, HALF_PADDED), 0.0, tl.float32)
     if cos_ptr is not None:
-        b_cos = load_angles(cos_ptr, t * cos_token, cos_pair, HALF, HALF_PADDED)
-        b_sin = load_angles(sin_ptr, t * sin_token, sin_pair, HALF, HALF_PADDED)
+        b_cos = load_angles(cos_ptr + t * cos_token * ANGLE_UNIT, COS_PAIR, HALF, HALF_PADDED)
+        b_sin = load_angles(sin_ptr + t * sin_token * ANGLE_UNIT, SIN_PAIR, HALF, HALF_PADDED)
     if i_block < Q_BLOCKS:
         o_h = (i_block * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
         m_h = o_h < HEADS
@@ -246,20 +253,16 @@ def rope_write(
         v_scale,
         eps,
         *(stride // unit for stride in strides),
-        *(
-            stride
-            for angle in (cos, sin)
-            for stride in (angle.stride() if angle is not None else (0, 0))
-        ),
+        *angle_rows(cos, sin),
         STRIDE_UNIT=unit,
         PAGE_SIZE=k_pool.shape[2],
         STYLE=style,
         PAIRS_IN=pairs_in,
         PAIRS_OUT=pairs_out,
-        ROUND=cos is not None and cos.dtype == q.dtype,
         QUANTISE=quantised,
         K_SCALE_HEAD=scale_step(k_scale),
         V_SCALE_HEAD=scale_step(v_scale),
+        **angle_constants(q, cos, sin),
         **constants,
     )
 

@@ -6,8 +6,13 @@ values that are not rotated. Blocks have at least one column, whatever is masked
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from .strides import stride_unit
 
 TILE = 2048  # values of the heads that one program holds
 
@@ -23,6 +28,25 @@ def padded(size: int) -> int:
     return int(triton.next_power_of_2(max(1, size)))
 
 
+def angle_constants(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> dict[str, Any]:
+    """Compile-time arguments that say how angles lie and how products with them are rounded."""
+    angles = [angle for angle in (cos, sin) if angle is not None]
+    cos_pair, sin_pair = (angle.stride(1) for angle in angles) if angles else (0, 0)
+    return {
+        "ANGLE_UNIT": stride_unit(angle.stride(0) for angle in angles),
+        "COS_PAIR": cos_pair,
+        "SIN_PAIR": sin_pair,
+        "ROUND": any(angle.dtype == q.dtype for angle in angles),
+    }
+
+
+def angle_rows(cos: Tensor | None, sin: Tensor | None) -> tuple[int, ...]:
+    """Strides of a token's angles, in the unit of `angle_constants`."""
+    rows = [0 if angle is None else angle.stride(0) for angle in (cos, sin)]
+    unit = stride_unit(rows)
+    return tuple(row // unit for row in rows)
+
+
 @triton.jit
 def pair_offsets(o_pair, HALF: tl.constexpr, PAIRS: tl.constexpr):
     """Where the two values of a pair lie: side by side, or half the rotated part apart."""
@@ -32,10 +56,10 @@ def pair_offsets(o_pair, HALF: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def load_angles(ptr, o_row, stride, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
-    """cos or sin of one token: [1, HALF_PADDED], fp32."""
+def load_angles(p_row, STRIDE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr):
+    """cos or sin of one token, STRIDE apart: [1, HALF_PADDED], fp32."""
     o_pair = tl.arange(0, HALF_PADDED)[None, :]
-    return tl.load(ptr + o_row + o_pair.to(tl.int64) * stride, mask=o_pair < HALF).to(tl.float32)
+    return tl.load(p_row + o_pair * STRIDE, mask=o_pair < HALF).to(tl.float32)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from tests.aot import Job
 from tests.kernels.jobs import TYPES, job_of
 
 BF16 = torch.bfloat16
+ANGLES = {"ANGLE_UNIT": 16, "COS_PAIR": 1, "SIN_PAIR": 1, "ROUND": True}
 
 
 def add_rms_norm_job(
@@ -32,7 +33,7 @@ def rope_write_job(
 ) -> tuple[str, Job]:
     constants: dict[str, Any] = rope_constants(heads, kv_heads, dim, dim // 2)
     constants |= {"STRIDE_UNIT": 16, "PAGE_SIZE": 64, "STYLE": "rounded", "QUANTISE": fp8}
-    constants |= {"PAIRS_IN": False, "PAIRS_OUT": False, "ROUND": True}
+    constants |= {"PAIRS_IN": False, "PAIRS_OUT": False} | ANGLES
     constants |= {"K_SCALE_HEAD": int(fp8), "V_SCALE_HEAD": int(fp8)}
     constants |= {} if norm else {"q_weight_ptr": None, "k_weight_ptr": None}
     name = f"rope_write bf16 {heads}+{kv_heads}x{dim}" + " norm" * norm + " fp8 KV" * fp8
@@ -43,7 +44,7 @@ def rope_write_job(
 def latent_rope_write_job(arch: str, heads: int, *, fp8: bool = False) -> tuple[str, Job]:
     constants: dict[str, Any] = latent_rope_constants(heads, 512, 64)
     constants |= {"STRIDE_UNIT": 16, "PAGE_SIZE": 64, "STYLE": "rounded", "QUANTISE": fp8}
-    constants |= {"PAIRS_IN": True, "PAIRS_OUT": False, "ROUND": True}
+    constants |= {"PAIRS_IN": True, "PAIRS_OUT": False} | ANGLES
     name = f"latent_rope_write bf16 {heads}x64 512+64" + " fp8 KV" * fp8
     reading = BITS if fp8 else PLAIN
     return name, job_of(latent_rope_write_kernel, arch, BF16, constants, reading=reading)
