@@ -75,21 +75,24 @@ def audit(
     theirs is read or written. Inside `fake_cuda()` the program may also hold fake tensors of that
     mode. Raises `CaptureError` on a CPU-only build of torch.
     """
-    fake = _require_fake_mode(device)
+    fake = fake_mode(device)
     auditor = Auditor(torch.device(device))
-
-    def run() -> list[Call] | None:
-        entered: AbstractContextManager[Any] = nullcontext() if detect_fake_mode() else fake
-        with torch.inference_mode(False), torch.no_grad(), entered, torch.device("cpu"):
-            return auditor.run(fn, args)
-
-    first = run()
+    first = run_once(auditor, fake, fn, args)
     if first is not None:  # it ran to its end
         if advance is not None:
             advance()
-        for operation, rule, place in differences(first, run() or []):
+        for operation, rule, place in differences(first, run_once(auditor, fake, fn, args) or []):
             auditor.report(operation, rule, place)
     return _report(auditor)
+
+
+def run_once(
+    auditor: Auditor, fake: FakeTensorMode, fn: Callable[..., Any], args: tuple[Any, ...] = ()
+) -> list[Call] | None:
+    """The calls of one run; None when it broke off, which the auditor's findings then say."""
+    entered: AbstractContextManager[Any] = nullcontext() if detect_fake_mode() else fake
+    with torch.inference_mode(False), torch.no_grad(), entered, torch.device("cpu"):
+        return auditor.run(fn, args)
 
 
 def _report(auditor: Auditor) -> AuditReport:
@@ -109,11 +112,12 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
     Tensors are made on it unless they name another device. `audit` uses the device that is
     active. Raises `CaptureError` on a CPU-only build of torch.
     """
-    with _require_fake_mode("cuda") as mode, torch.device("cuda"), a_device():
+    with fake_mode("cuda") as mode, torch.device("cuda"), a_device():
         yield mode
 
 
-def _require_fake_mode(device: str) -> FakeTensorMode:
+def fake_mode(device: str) -> FakeTensorMode:
+    """The mode that is active, or a new one; `CaptureError` on a CPU-only build of torch."""
     if torch.device(device).type != "cuda":
         raise CaptureError(f"device: wanted a CUDA device, got {device!r}.")
     if not torch.backends.cuda.is_built():

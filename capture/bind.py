@@ -54,7 +54,7 @@ class Binder:
                 yield name, *self._call(step.ops[0])
 
     def _packed_call(self, step: Step) -> Callable[[], None]:
-        pack = self._weights.packed([linear.weight for linear in step.linears])
+        pack = self._weights.packed([w for linear in step.linears for w in linear.weights])
         self._packs[id(pack)] = pack
         x, bias = step.linears[0].x, step.linears[0].bias
         targets = [self._tensor(view) for op in step.ops for view in op.fresh if view is not None]

@@ -5,7 +5,8 @@ version counters of their sources: an in-place update is seen at the next replay
 again. Updates that hide from the counter (through `.data`, or by a fused optimizer) show in a
 sample of each weight; whoever changes less than that says so with `Graph.weights_changed`.
 
-Linears of one input (query, key and value; gate and up) become one.
+Linears of one input (query, key and value; gate and up) become one. A weight may also be several
+of the model's, one after the other in memory: what is written into either of them is noticed.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from .record import Op, Recording, View
 
 aten = torch.ops.aten
 
-MIN_ELEMENTS = 1 << 17  # below, oneDNN's cost per call outweighs what packing saves
+MIN_ELEMENTS = 1 << 17  # of a product; below, oneDNN's cost per call outweighs what packing saves
 SAMPLED = 64  # elements of a weight that are looked at before each replay
 PACKED_ROWS = 8  # one layout for all buckets: as fast as layouts made for 1, 32 and 512 rows
 
 
 @dataclass(frozen=True, slots=True)
 class ConstantLinear:
-    """An operation that multiplies `x` [T, K] with a constant weight [N, K], plus `bias` [N]."""
+    """An operation that multiplies `x` [T, K] with a constant [N, K], plus `bias` [N].
+
+    `weights` lie there one after the other; mostly it is one.
+    """
 
     x: View
     bias: View | None
-    weight: Tensor
+    weights: tuple[Tensor, ...]
 
 
 class PackedWeights:
@@ -43,7 +47,7 @@ class PackedWeights:
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._weights = {_key(w.detach()): w for w in weights if _packable(w)}
+        self._weights = {_key(w.detach()): w for w in weights if _packable(w)}  # by their start
         self._packs: dict[tuple[int, ...], PackedLinear] = {}
 
     @property
@@ -53,7 +57,8 @@ class PackedWeights:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the packed copies when linears use all weights that can be packed."""
+        """Bytes of the packed copies when linears use all weights that can be packed, also those
+        that are packed with others only."""
         return sum(weight.nbytes for weight in self._weights.values())
 
     def match(self, op: Op, recording: Recording) -> ConstantLinear | None:
@@ -67,10 +72,26 @@ class PackedWeights:
         storage = recording.kept.get(transposed.storage)
         if storage is None or transposed.stride != (1, transposed.size[0]):
             return None
-        weight = self._weights.get((storage._cdata, transposed.offset, transposed.size[::-1]))
-        if weight is None or x.dtype is not torch.float32 or x.stride != (x.size[1], 1):
+        stacked = self._stacked(storage._cdata, transposed.offset, transposed.size[::-1])
+        if stacked is None or x.dtype is not torch.float32 or x.stride != (x.size[1], 1):
             return None
-        return ConstantLinear(x, bias, weight)
+        return ConstantLinear(x, bias, stacked)
+
+    def _stacked(
+        self, storage: int, offset: int, size: tuple[int, ...]
+    ) -> tuple[Tensor, ...] | None:
+        """The weights that fill [N, K] elements there; None for a small one, and for others."""
+        rows, width = size
+        if rows * width < MIN_ELEMENTS:
+            return None
+        found: list[Tensor] = []
+        while rows > 0:
+            weight = self._weights.get((storage, offset, width))
+            if weight is None:
+                return None
+            found.append(weight)
+            rows, offset = rows - len(weight), offset + weight.numel()
+        return tuple(found) if rows == 0 else None
 
     def packed(self, weights: Sequence[Tensor]) -> PackedLinear:
         """The packed copy of `weights` stacked along N; made at the first request."""
@@ -158,7 +179,6 @@ def _packable(weight: Tensor) -> bool:
         and weight.dtype is torch.float32
         and weight.device.type == "cpu"
         and weight.is_contiguous()
-        and weight.numel() >= MIN_ELEMENTS
         and not weight.is_inference()
     )
 
@@ -170,4 +190,4 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _key(weight: Tensor) -> Any:
-    return weight.untyped_storage()._cdata, weight.storage_offset(), tuple(weight.shape)
+    return weight.untyped_storage()._cdata, weight.storage_offset(), weight.shape[1]

@@ -252,7 +252,7 @@ class _Recorder(TorchDispatchMode):
 
 
 _HOST_READS_ALLOWED = frozenset({torch.ops.aten._local_scalar_dense.default})
-_ALLOCATIONS = frozenset(
+ALLOCATIONS = frozenset(
     {
         torch.ops.aten.empty,
         torch.ops.aten.empty_like,
@@ -281,7 +281,7 @@ def _has_work(func: Any, fresh: tuple[View | None, ...]) -> bool:
 
     One that returns nothing, such as an assertion, is there for what else it does.
     """
-    if torch.Tag.inplace_view in func.tags or func.overloadpacket in _ALLOCATIONS:
+    if torch.Tag.inplace_view in func.tags or func.overloadpacket in ALLOCATIONS:
         return False
     schema = func._schema
     return schema.is_mutable or not schema.returns or any(view is not None for view in fresh)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,13 +28,16 @@ from graphattn.kernels.tiles import (
     latent_tiles,
 )
 from graphattn.metadata import StepMetadata, WorkShape, window_groups
-from graphattn.models.contract import AttentionLayer
+from graphattn.models.contract import AttentionLayer, Rotation
 from graphattn.pages import KVPools
 from graphattn.work import AttentionWork, in_schema_order
 
 MAX_SPLITS = 32  # of a decode row; bounds the partials whatever the context length
 
-Entry = tuple[Tensor, Tensor] | tuple[Tensor]  # (k, v), or (latent,)
+# Pools of a layer on one rank, K and V or latents, and the scales of FP8 ones.
+LayerPools = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
+# Writes what the tokens of a step leave, given where, the pools of a layer and their scales.
+Write = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor | None]], None]
 
 
 def work_shape(
@@ -240,33 +243,96 @@ class Attention:
     ) -> Tensor:
         """See `ModelStep.attend`. `steps` has the metadata of each shard, `mixed` says whether the
         step can hold prefill rows."""
-        if self.layers[layer].value_dim:
-            raise UnsupportedModelError(f"layer {layer} is latent: its model calls attend_latent")
-        return self._over_ranks(layer, q, (k, v), steps, mixed)
+
+        def write(place: Tensor, pools: Sequence[Tensor], scales: Sequence[Tensor | None]) -> None:
+            ops.kv_write(k, v, place, *pools, *scales)
+
+        return self._over_ranks(layer, q, write, steps, mixed=mixed)
+
+    def attend_rotated(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation,
+        steps: Sequence[StepMetadata],
+        *,
+        mixed: bool,
+    ) -> Tensor:
+        """See `ModelStep.attend_rotated`; `steps` and `mixed` as of `attend`."""
+        rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+        def write(place: Tensor, pools: Sequence[Tensor], scales: Sequence[Tensor | None]) -> None:
+            rotation.write(q, k, v, place, rotated, *pools, *scales)
+
+        return self._over_ranks(layer, rotated, write, steps, mixed=mixed)
 
     def attend_latent(
         self, layer: int, q: Tensor, latent: Tensor, steps: Sequence[StepMetadata], *, mixed: bool
     ) -> Tensor:
         """See `ModelStep.attend_latent`; `steps` and `mixed` as of `attend`."""
-        if not self.layers[layer].value_dim:
-            raise UnsupportedModelError(f"layer {layer} is not latent: its model calls attend")
-        return self._over_ranks(layer, q, (latent,), steps, mixed)
+        dim = self.layers[layer].value_dim
+
+        def write(place: Tensor, pools: Sequence[Tensor], scales: Sequence[Tensor | None]) -> None:
+            ops.latent_write(latent, place, *pools, *scales, dim)
+
+        return self._over_ranks(layer, q, write, steps, mixed=mixed, latent=True)
+
+    def attend_latent_rotated(
+        self,
+        layer: int,
+        q: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        rotation: Rotation,
+        steps: Sequence[StepMetadata],
+        *,
+        mixed: bool,
+    ) -> Tensor:
+        """See `ModelStep.attend_latent_rotated`; `steps` and `mixed` as of `attend`."""
+        rotated = q[..., self.layers[layer].value_dim :]
+
+        def write(place: Tensor, pools: Sequence[Tensor], scales: Sequence[Tensor | None]) -> None:
+            rotation.write_latent(q_rope, latent, place, rotated, *pools, *scales)
+
+        return self._over_ranks(layer, q, write, steps, mixed=mixed, latent=True)
 
     def _over_ranks(
-        self, layer: int, q: Tensor, entry: Entry, steps: Sequence[StepMetadata], mixed: bool
+        self,
+        layer: int,
+        q: Tensor,
+        write: Write,
+        steps: Sequence[StepMetadata],
+        *,
+        mixed: bool,
+        latent: bool = False,
     ) -> Tensor:
-        """Attention over the shards of all ranks; `entry` is what the step's tokens leave."""
-        sinks, parallel = self.layers[layer].sinks, self.parallel
-        if parallel is None:
-            return self._attend(self.shards[0], layer, q, entry, steps[0], sinks, mixed)[0]
-        sharded = parallel.heads_sharded(q, self.layers[layer])
-        whole = parallel.gather(q) if sharded else q
+        """Write on every rank, then attention over their shards. `write` may also finish `q`."""
+        spec = self.layers[layer]
+        if latent != bool(spec.value_dim):
+            kind, call = ("latent", "attend_latent") if spec.value_dim else ("not latent", "attend")
+            raise UnsupportedModelError(f"layer {layer} is {kind}: its model calls {call}")
+        for shard, step in zip(self.shards, steps, strict=True):
+            write(step.kv_slot, *self._pools(shard, layer))
+        if self.parallel is None:
+            return self._attend(self.shards[0], layer, q, steps[0], spec.sinks, mixed)[0]
+        sharded = self.parallel.heads_sharded(q, spec)
+        whole = self.parallel.gather(q) if sharded else q
         parts = [
-            self._attend(shard, layer, whole, entry, step, None, mixed)
+            self._attend(shard, layer, whole, step, None, mixed)
             for shard, step in zip(self.shards, steps, strict=True)
         ]
         outs, lses = zip(*parts, strict=True)
-        return parallel.combine(outs, lses, sinks, sharded=sharded)
+        return self.parallel.combine(outs, lses, spec.sinks, sharded=sharded)
+
+    def _pools(self, shard: Shard, layer: int) -> LayerPools:
+        spec = self.layers[layer]
+        keys, values = shard.pools.keys[layer], shard.pools.values[layer]
+        fp8 = keys.dtype == FP8
+        if values is None:
+            return (keys.squeeze(1),), (spec.latent_scale if fp8 else None,)
+        return (keys, values), ((spec.k_scale, spec.v_scale) if fp8 else (None, None))
 
     def work(self, layer: int, step: StepMetadata, *, mixed: bool) -> AttentionWork:
         """What attention of a layer reads of a step, on the rank that `step` is of."""
@@ -294,12 +360,11 @@ class Attention:
         shard: Shard,
         layer: int,
         q: Tensor,
-        entry: Entry,
         step: StepMetadata,
         sinks: Tensor | None,
         mixed: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Write, then attention over one shard: out [T, Hq, Dv] and lse [T, Hq]."""
+        """Attention over one shard: out [T, Hq, Dv] and lse [T, Hq]."""
         spec, space = self.layers[layer], shard.workspace
         work = self.work(layer, step, mixed=mixed)
         self.epoch.check(layer, {"kv_slot": step.kv_slot} | work.derived())
@@ -316,19 +381,13 @@ class Attention:
             lse,
         )
         limits = (work.decode_query_len, work.prefill_block)
-        keys, values = shard.pools.keys[layer], shard.pools.values[layer]
-        if values is None:
-            keys = keys.squeeze(1)
-            scale = spec.latent_scale if keys.dtype == FP8 else None
-            ops.latent_write(*entry, step.kv_slot, keys, scale, spec.value_dim)
-        else:
-            scales = (spec.k_scale, spec.v_scale) if keys.dtype == FP8 else (None, None)
-            ops.kv_write(*entry, step.kv_slot, keys, values, *scales)
+        pools, scales = self._pools(shard, layer)
         if self.kernel is not None and (self.kernel.capabilities.prefill or not mixed):
-            attend_by(self.kernel, q, keys, values, work, replace(spec, sinks=sinks), out, lse)
-        elif values is None:
-            ops.attend_latent(q, keys, *rows, *results, spec.scale, *limits, scale)
+            values = None if spec.value_dim else pools[1]
+            attend_by(self.kernel, q, pools[0], values, work, replace(spec, sinks=sinks), out, lse)
+        elif spec.value_dim:
+            ops.attend_latent(q, *pools, *rows, *results, spec.scale, *limits, *scales)
         else:
             options = (spec.scale, spec.softcap)
-            ops.attend(q, keys, values, *rows, sinks, *results, *options, *limits, *scales)
+            ops.attend(q, *pools, *rows, sinks, *results, *options, *limits, *scales)
         return out, lse

@@ -39,6 +39,7 @@ def capture(
     prefix_reuse: bool = True,
     prepack: bool = True,
     debug: bool = False,
+    fuse: bool = True,
     progress: bool | Progress = False,
 ) -> Engine:
     """Capture the whole decode step of `model` as one graph per bucket.
@@ -77,6 +78,9 @@ def capture(
             it reads was derived since lengths last changed; docs/capture-tools.md. What fails is
             a `CaptureError` or a `StepError` that names layer and tensor. Some 25 small operations
             a layer.
+        fuse: run fused operations in place of a transformers model's own, where they compute the
+            same: docs/fusion.md. It moves projections of one input together in memory. The report
+            lists what was fused, and what was not and why.
         progress: True for lines on stderr, or a callable (bucket name, done, total).
 
     Raises:
@@ -84,7 +88,7 @@ def capture(
             it says what takes how much, and nothing was allocated.
         UnsupportedModelError: the model cannot be served.
     """
-    step_model = adapt(model)
+    step_model = adapt(model, fuse=_checked(fuse))
     if getattr(model, "training", False):
         raise wrong("model", "a model in eval mode", "training mode", "Call model.eval() first.")
     stream = open_stream(step_model.device)
@@ -111,5 +115,13 @@ def capture(
         step_model,
         stream,
     )
-    config = replace(config, notes=(*notes(step_model), *config.notes))
+    drafter = getattr(config.speculate, "module", getattr(config.speculate, "model", None))
+    drafts = tuple(f"draft: {note}" for note in notes(drafter))
+    config = replace(config, notes=(*notes(step_model), *drafts, *config.notes))
     return Engine(step_model, config, stream, reporter(progress))
+
+
+def _checked(fuse: object) -> bool:
+    if not isinstance(fuse, bool):
+        raise wrong("fuse", "True or False", fuse, "Leave it out to fuse what can be fused.")
+    return fuse

@@ -33,7 +33,8 @@ class DraftModel:
 
     def resolve(self, target: StepModel) -> DraftModel:
         """See `Speculation`."""
-        return replace(self, model=adapt(self.model))
+        fused = getattr(target, "fusion", True) is not None  # as the target is, if it says so
+        return replace(self, model=adapt(self.model, fuse=fused))
 
     def kv_layers(self) -> Sequence[AttentionLayer]:
         """The draft model's."""

@@ -11,6 +11,7 @@ from graphattn._capture.errors import CaptureError
 from graphattn.capturing import capture
 from graphattn.errors import GraphAttnError
 from graphattn.footprint import predict
+from graphattn.layer_nodes import layer_nodes
 from graphattn.models import adapt
 from graphattn.report import EngineReport
 from graphattn.text import load_model
@@ -28,6 +29,7 @@ def inspect_folder(
     try:
         with capture(model, max_batch=max_batch, max_seq_len=max_seq_len) as engine:
             estimate = predict(adapt(model), engine.config, graphs=True)
-            return replace(engine.report(), predicted=estimate)
+            nodes = layer_nodes(model)
+            return replace(engine.report(), predicted=estimate, layer_nodes=nodes)
     except CaptureError as error:
         raise GraphAttnError(str(error)) from error

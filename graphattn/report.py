@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,6 +91,21 @@ class BucketReport:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNodes:
+    """Nodes that a decoder layer has in the graph of a decode step on a GPU.
+
+    `experts` are those of a layer with experts: router, routed and shared ones, and their sum. They
+    are not among the others.
+    """
+
+    layer: int
+    nodes: int
+    unfused: int  # as the model has it, without fused operations
+    experts: int
+    operations: Mapping[str, int]  # nodes by operation
+
+
+@dataclass(frozen=True, slots=True)
 class EngineReport:
     """What was captured and what it costs. `str()` gives a table, `details()` the operations."""
 
@@ -114,6 +129,7 @@ class EngineReport:
     fallbacks: int  # of them without their graph
     buckets: tuple[BucketReport, ...]
     notes: tuple[str, ...]
+    layer_nodes: tuple[LayerNodes, ...] = ()  # counted by `graphattn inspect`
 
     def __str__(self) -> str:
         """The report as text, a line per bucket."""
@@ -144,7 +160,7 @@ class EngineReport:
         return "\n".join([*head, *table(rows), total, served, *faults, *self.notes])
 
     def details(self) -> str:
-        """Memory, predicted and measured, and the nodes of every graph, as two tables.
+        """Memory, predicted and measured, the nodes of every graph, and of each layer, as tables.
 
         "per layer" is the number in the largest graph over the number of attention layers: nodes
         outside the layers, and a drafter's, are counted in it.
@@ -166,7 +182,7 @@ class EngineReport:
             )
             for name in names
         ]
-        return "\n".join([*table(memory), "", *table(nodes)])
+        return "\n".join([*table(memory), "", *table(nodes), *_layer_table(self.layer_nodes)])
 
     def data(self) -> dict[str, Any]:
         """All of it in plain types: buckets by name, notes as a list."""
@@ -180,6 +196,26 @@ class EngineReport:
     def diff(self, other: EngineReport) -> ReportDiff:
         """What `other` says differently: `before.diff(after)`."""
         return difference(self.data(), other.data())
+
+
+def _layer_table(layers: Sequence[LayerNodes]) -> list[str]:
+    """Layers that are alike in one row."""
+    if not layers:
+        return []
+    alike: dict[tuple[int, ...], list[LayerNodes]] = {}
+    for x in layers:
+        alike.setdefault((x.nodes, x.unfused, x.experts), []).append(x)
+    rows = [("a layer on a GPU", "layers", "nodes", "unfused", "experts apart")]
+    rows += [
+        (f"like layer {group[0].layer}", str(len(group)), *map(str, numbers))
+        for numbers, group in alike.items()
+    ]
+    firsts = [group[0] for group in alike.values()]
+    operations = [
+        f"layer {x.layer}: " + ", ".join(f"{n} {name}" for name, n in x.operations.items())
+        for x in firsts
+    ]
+    return ["", *table(rows), *operations]
 
 
 def node_counts(bucket: BucketReport) -> dict[str, int]:

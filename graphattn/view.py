@@ -12,6 +12,7 @@ from graphattn._capture import nvtx_ranges
 from graphattn.attention import Attention
 from graphattn.errors import UnsupportedModelError
 from graphattn.metadata import StepMetadata
+from graphattn.models.contract import Rotation
 from graphattn.slots import SlotMemory, StepSlots
 
 
@@ -69,6 +70,24 @@ class ModelStep:
         """Write the latents, attend over what each token may see; see the contract."""
         with _range(f"attend_latent.{layer}"):
             return self._attention.attend_latent(layer, q, latent, self._shards, mixed=self._mixed)
+
+    def attend_rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation
+    ) -> Tensor:
+        """Norm, rotate and write, attend; see the contract."""
+        with _range(f"attend.{layer}"):
+            return self._attention.attend_rotated(
+                layer, q, k, v, rotation, self._shards, mixed=self._mixed
+            )
+
+    def attend_latent_rotated(
+        self, layer: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
+    ) -> Tensor:
+        """Norm, rotate and write the latents, attend; see the contract."""
+        with _range(f"attend_latent.{layer}"):
+            return self._attention.attend_latent_rotated(
+                layer, q, q_rope, latent, rotation, self._shards, mixed=self._mixed
+            )
 
 
 def _range(name: str) -> AbstractContextManager[None]:

@@ -13,8 +13,11 @@ __all__ = ["Weights", "adapt", "notes", "weights"]
 _CONTRACT = ("attention_layers", "vocab_size", "max_seq_len", "eos_token_ids", "dtype", "device")
 
 
-def adapt(model: object) -> StepModel:
+def adapt(model: object, *, fuse: bool = True) -> StepModel:
     """The model itself if it meets the step contract, else its adapter.
+
+    `fuse` lets the adapter of a transformers model run fused operations in place of the model's
+    own, where they compute the same: docs/fusion.md.
 
     Raises `UnsupportedModelError` when it is neither, or a transformers model that cannot be
     served; the message says what is missing.
@@ -28,7 +31,7 @@ def adapt(model: object) -> StepModel:
         require("transformers")
         from graphattn.models import transformers
 
-        return transformers.adapt(model)
+        return transformers.adapt(model, fuse=fuse)
     raise UnsupportedModelError(
         f"model: wanted a transformers causal LM or a model that meets the step contract "
         f"(graphattn.models.contract.StepModel), got {type(model).__name__} without "
@@ -36,6 +39,6 @@ def adapt(model: object) -> StepModel:
     )
 
 
-def notes(model: StepModel) -> tuple[str, ...]:
+def notes(model: object) -> tuple[str, ...]:
     """What an adapter runs otherwise than the owner's model, for reports; mostly nothing."""
     return tuple(getattr(model, "notes", ()))

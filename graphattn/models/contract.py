@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, device, dtype
 
+from graphattn.kernels import fused_ops
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
@@ -53,6 +55,56 @@ class AttentionLayer:
     def entry_values(self) -> int:
         """Values that a token leaves in the cache: K and V of every KV head, or one latent."""
         return self.head_dim if self.value_dim else 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What becomes of heads between their projection and attention, as one operation with the
+    write of K and V. `fused_ops.rope_write` and `fused_ops.latent_rope_write` say what is what.
+
+    `k_weight` of a latent is that of its norm, of the part that is key and value.
+    """
+
+    cos: Tensor | None  # [T, R / 2], one per pair of values; None rotates nothing
+    sin: Tensor | None
+    pairs_in: bool = False
+    pairs_out: bool = False
+    q_weight: Tensor | None = None  # [head_dim], of the RMS norm of each query head
+    k_weight: Tensor | None = None
+    eps: float = 0.0
+    style: str = "rounded"
+
+    def write(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv_slot: Tensor,
+        q_out: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
+    ) -> None:
+        """Finished queries to `q_out`, finished keys and the values to the pools."""
+        turn = (self.cos, self.sin, self.q_weight, self.k_weight)
+        outputs = (q_out, k_pool, v_pool, k_scale, v_scale)
+        kind = (self.eps, self.style, self.pairs_in, self.pairs_out)
+        fused_ops.rope_write(q, k, v, *turn, kv_slot, *outputs, *kind)
+
+    def write_latent(
+        self,
+        q_rope: Tensor,
+        latent: Tensor,
+        kv_slot: Tensor,
+        q_out: Tensor,
+        pool: Tensor,
+        scale: Tensor | None = None,
+    ) -> None:
+        """Rotated parts of queries to `q_out`, finished latents to the pool."""
+        turn = (self.cos, self.sin, self.k_weight)
+        kind = (self.eps, self.style, self.pairs_in, self.pairs_out)
+        fused_ops.latent_rope_write(q_rope, latent, *turn, kv_slot, q_out, pool, scale, *kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +199,24 @@ class ModelStep(Protocol):
         q [T, num_q_heads, head_dim] in the space of the latents (W_UK absorbed), latent
         [T, head_dim], positions already applied; contiguous last dimensions. Returns
         [T, num_q_heads, value_dim] (W_UV is still to be applied), in a buffer as of `attend`.
+        """
+        ...
+
+    def attend_rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation
+    ) -> Tensor:
+        """`attend` of heads as they were projected: norm and rotation are still to be done, in
+        one operation with the write. Shapes as of `attend`, any strides of tokens and heads."""
+        ...
+
+    def attend_latent_rotated(
+        self, layer: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
+    ) -> Tensor:
+        """`attend_latent` of latents as they were projected.
+
+        q [T, num_q_heads, head_dim], whose first value_dim values are made; the others are written
+        here, from q_rope [T, num_q_heads, head_dim - value_dim]. latent [T, head_dim], not yet
+        normed and rotated.
         """
         ...
 

@@ -21,16 +21,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from graphattn._capture.compiled import compiler_of, plain, uncompiled
 from graphattn.errors import UnsupportedModelError
-from graphattn.models.contract import AttentionLayer, ModelStep
-from graphattn.models.transformers_calls import OBSERVE, RUN, Call, Geometry, MaskShape
+from graphattn.models.contract import AttentionLayer, ModelStep, Rotation
+from graphattn.models.fusion import Fusion
+from graphattn.models.fusion import fuse as fuse_tree
+from graphattn.models.fusion.rehearsal import Rehearsal
+from graphattn.models.transformers_calls import OBSERVE, RUN, Call, Caller, Geometry, MaskShape
 from graphattn.models.transformers_checks import check, graph_safe_experts, unsupported
 from graphattn.models.transformers_latent import check_latents, latent_note, use_latents
 from graphattn.models.transformers_layers import name_layers
 from graphattn.models.weights import follow
 
 
-def adapt(model: object) -> TransformersModel:
-    """The step model of a transformers causal LM.
+def adapt(model: object, *, fuse: bool = True) -> TransformersModel:
+    """The step model of a transformers causal LM; see `fusion` for what `fuse` does.
 
     Raises `UnsupportedModelError`, which says what is missing.
     """
@@ -47,6 +50,10 @@ def adapt(model: object) -> TransformersModel:
         layers, logits = _observe(module, config.num_hidden_layers)
     set_attention(module, RUN)
     compiled = compile_as(module, owner, model)
+    fusion = None
+    if fuse and not compiled:  # a compiler fuses by itself
+        last = config.max_position_embeddings - 1
+        fusion = fuse_tree(module, lambda: _forward(module, Rehearsal(), last), layers[0].kv_dtype)
     return TransformersModel(
         module,
         owner,
@@ -54,6 +61,7 @@ def adapt(model: object) -> TransformersModel:
         vocab_size=logits.shape[-1],
         max_seq_len=config.max_position_embeddings,
         eos_token_ids=_eos_token_ids(owner),
+        fusion=fusion,
         notes=tuple(
             filter(None, (latent_note(module), experts and f"experts: {experts}", compiled))
         ),
@@ -76,14 +84,16 @@ class TransformersModel:
         vocab_size: int,
         max_seq_len: int,
         eos_token_ids: tuple[int, ...],
+        fusion: Fusion | None,
         notes: tuple[str, ...],
     ) -> None:
-        self.module, self.owner = module, owner
+        self.module, self.owner, self.fusion = module, owner, fusion
         self.attention_layers = tuple(layer.spec for layer in layers)
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.eos_token_ids = eos_token_ids
-        self.notes = notes  # what runs otherwise than in the owner's model
+        # what runs otherwise than in the owner's model
+        self.notes = (*notes, *(() if fusion is None else fusion.notes))
         self.dtype = layers[0].kv_dtype
         self.device = layers[0].device
         self._expected = {x.layer_idx: (i, x) for i, x in enumerate(layers)}
@@ -95,6 +105,8 @@ class TransformersModel:
     def follow_owner(self) -> None:
         """Run over the parameters and buffers that the owner's model has now."""
         follow(self.module, self.owner)
+        if self.fusion is not None:
+            self.fusion.join()
 
     def __call__(self, step: ModelStep) -> Tensor:
         """Logits [L, vocab_size] of the places `step.logits_token`.
@@ -132,12 +144,38 @@ class Runner:
                 f"layer {call.layer_idx} changed its attention since it was captured: "
                 f"was {geometry}, is {call.geometry}"
             )
-        if observed.spec.sinks is not None:
-            assert call.sinks is not None, "the geometry is as observed"
-            observed.spec.sinks.copy_(call.sinks.detach())  # in the graph: they may be trained on
+        _follow_sinks(observed, call.sinks)
         if geometry.is_latent:
             return self.step.attend_latent(layer, call.q, call.k.squeeze(1))
         return self.step.attend(layer, call.q, call.k, call.v)
+
+    def attend_rotated(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `Caller`."""
+        layer, observed = self.expected[layer_idx]
+        _follow_sinks(observed, sinks)
+        return self.step.attend_rotated(layer, q, k, v, rotation)
+
+    def attend_latent_rotated(
+        self, layer_idx: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
+    ) -> Tensor:
+        """See `Caller`."""
+        layer, _ = self.expected[layer_idx]
+        return self.step.attend_latent_rotated(layer, q, q_rope, latent, rotation)
+
+
+def _follow_sinks(observed: ObservedLayer, sinks: Tensor | None) -> None:
+    """In the graph: they may be trained on."""
+    if observed.spec.sinks is not None:
+        assert sinks is not None, "the geometry is as observed"
+        observed.spec.sinks.copy_(sinks.detach())
 
 
 class Observer:
@@ -205,22 +243,26 @@ def _configs(module: PreTrainedModel) -> list[PreTrainedConfig]:
     return [config for config in configs if isinstance(config, PreTrainedConfig)]
 
 
+def _forward(module: PreTrainedModel, caller: Caller, last_position: int) -> Any:
+    """Two tokens, the second of them at `last_position`, with logits of that one."""
+    places = torch.arange(2, device=next(module.parameters()).device).unsqueeze(0)
+    return module(
+        input_ids=torch.zeros_like(places),
+        position_ids=places + (last_position - 1),
+        attention_mask=torch.ones_like(places, dtype=torch.bool),
+        use_cache=False,
+        logits_to_keep=places[0, 1:],
+        return_dict=True,
+        graphattn_caller=caller,
+    )
+
+
 @torch.no_grad()
 def _observe(module: PreTrainedModel, num_layers: int) -> tuple[tuple[ObservedLayer, ...], Tensor]:
     """What each layer asks for, in the order of layers, and logits [1, vocab_size]."""
     observer = Observer()
-    device = next(module.parameters()).device
-    places = torch.arange(2, device=device).unsqueeze(0)
     try:
-        output = module(
-            input_ids=torch.zeros_like(places),
-            position_ids=places,
-            attention_mask=torch.ones_like(places, dtype=torch.bool),
-            use_cache=False,
-            logits_to_keep=places[0, 1:],
-            return_dict=True,
-            graphattn_caller=observer,
-        )
+        output = _forward(module, observer, last_position=1)
     except UnsupportedModelError as error:
         raise unsupported(module, str(error)) from None
     except Exception as error:

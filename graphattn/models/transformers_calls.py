@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from graphattn.errors import UnsupportedModelError
+from graphattn.models.contract import Rotation
 from graphattn.models.transformers_latent import absorbed, expanded, is_latent
 
 OBSERVE, RUN = "graphattn_observe", "graphattn"
@@ -59,6 +60,24 @@ class Caller(Protocol):
 
     def attend(self, call: Call) -> Tensor:
         """[T, num_q_heads, value_dim]"""
+        ...
+
+    def attend_rotated(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Of a fused attention; see `ModelStep.attend_rotated`."""
+        ...
+
+    def attend_latent_rotated(
+        self, layer_idx: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
+    ) -> Tensor:
+        """Of a fused latent attention; see `ModelStep.attend_latent_rotated`."""
         ...
 
 

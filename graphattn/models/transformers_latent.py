@@ -40,14 +40,14 @@ def is_latent(module: nn.Module) -> bool:
 def absorbed(module: Any, q: Tensor) -> Tensor:
     """q [T, H, nope + rope] in the space of the latents: [T, H, kv_lora_rank + rope]."""
     nope: int = module.qk_nope_head_dim
-    up = _up_projections(module, q.shape[1])[:, :nope]
+    up = up_projections(module, q.shape[1])[:, :nope]
     c = torch.bmm(q[..., :nope].transpose(0, 1), up).transpose(0, 1)
     return torch.cat([c, q[..., nope:]], dim=-1)
 
 
 def expanded(module: Any, out: Tensor) -> Tensor:
     """Averages of latents [T, H, kv_lora_rank] as those of values: [T, H, v_head_dim]."""
-    up = _up_projections(module, out.shape[1])[:, module.qk_nope_head_dim :]
+    up = up_projections(module, out.shape[1])[:, module.qk_nope_head_dim :]
     return torch.bmm(out.transpose(0, 1), up.transpose(1, 2)).transpose(0, 1)
 
 
@@ -89,7 +89,7 @@ def _hand_on(c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([c, r], dim=-1), c
 
 
-def _up_projections(module: Any, heads: int) -> Tensor:
+def up_projections(module: Any, heads: int) -> Tensor:
     """W_UK and W_UV of each head, a view of kv_b_proj: [H, nope + v, kv_lora_rank]."""
     weight: Tensor = module.kv_b_proj.weight
     return weight.view(heads, -1, weight.shape[1])

@@ -18,6 +18,8 @@ from transformers.modeling_layers import MtpModel
 
 from graphattn.errors import UnsupportedModelError
 from graphattn.models.contract import ModelStep, StepModel
+from graphattn.models.fusion import Fusion, fuse
+from graphattn.models.fusion.rehearsal import Rehearsal
 from graphattn.models.mtp import MTPOutput
 from graphattn.models.transformers import (
     ObservedLayer,
@@ -28,7 +30,7 @@ from graphattn.models.transformers import (
     set_attention,
     set_experts,
 )
-from graphattn.models.transformers_calls import OBSERVE, RUN
+from graphattn.models.transformers_calls import OBSERVE, RUN, Caller
 from graphattn.models.transformers_checks import unsupported
 from graphattn.models.transformers_latent import use_latents
 from graphattn.models.transformers_layers import name_layers
@@ -54,16 +56,26 @@ def adapt(module: object | None, target: StepModel) -> TransformersMTP:
     set_attention(tree, OBSERVE)
     layers = _observe(tree)
     set_attention(tree, RUN)
-    return TransformersMTP(tree, module, layers, target)
+    fusion = None
+    if getattr(target, "fusion", None) is not None:  # as the target
+        last = target.max_seq_len - 1
+        fusion = fuse(tree, lambda: _forward(tree, Rehearsal(), last), layers[0].kv_dtype)
+    return TransformersMTP(tree, module, layers, target, fusion)
 
 
 class TransformersMTP:
     """Meets `mtp.MTPModule`. Made by `adapt`."""
 
     def __init__(
-        self, module: Any, owner: MtpModel, layers: tuple[ObservedLayer, ...], target: StepModel
+        self,
+        module: Any,
+        owner: MtpModel,
+        layers: tuple[ObservedLayer, ...],
+        target: StepModel,
+        fusion: Fusion | None,
     ) -> None:
-        self.module, self.owner = module, owner
+        self.module, self.owner, self.fusion = module, owner, fusion
+        self.notes = () if fusion is None else fusion.notes
         self.depth = len(layers)
         self.hidden_size: int = module.config.hidden_size
         self.vocab_size = target.vocab_size
@@ -79,6 +91,8 @@ class TransformersMTP:
     def follow_owner(self) -> None:
         """Run over the parameters and buffers that the owner's modules have now."""
         follow(self.module, self.owner)
+        if self.fusion is not None:
+            self.fusion.join()
 
     def __call__(self, step: ModelStep, hidden: Tensor, index: int) -> MTPOutput:
         """See `mtp.MTPModule`."""
@@ -129,23 +143,22 @@ def _load(owner: PreTrainedModel) -> MtpModel:
         ) from error
 
 
+def _forward(module: Any, caller: Caller, last_position: int) -> None:
+    """Two tokens through each module, the second of them at `last_position`."""
+    places = torch.arange(2, device=next(module.parameters()).device).unsqueeze(0)
+    ids = torch.zeros_like(places)
+    hidden = module.embed_tokens(ids)
+    positions = places + (last_position - 1)
+    for index in range(len(module.layers)):
+        module.forward_layer(index, hidden, positions, None, input_ids=ids, graphattn_caller=caller)
+
+
 @torch.no_grad()
 def _observe(module: Any) -> tuple[ObservedLayer, ...]:
     """What the layers ask for, of each module in turn."""
     observer = Observer()
-    device = next(module.parameters()).device
-    places = torch.arange(2, device=device).unsqueeze(0)
-    hidden = module.embed_tokens(torch.zeros_like(places))
     try:
-        for index in range(len(module.layers)):
-            module.forward_layer(
-                index,
-                hidden,
-                places,
-                None,
-                input_ids=torch.zeros_like(places),
-                graphattn_caller=observer,
-            )
+        _forward(module, observer, last_position=1)
     except UnsupportedModelError as error:
         raise unsupported(module, str(error)) from None
     layers = tuple(observed_layer(module, call) for call in observer.calls)

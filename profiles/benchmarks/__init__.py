@@ -14,6 +14,7 @@ from profiles.benchmarks import (
     dcp,
     decode,
     fp8,
+    fusion,
     lengths,
     mtp,
     peers,
@@ -37,6 +38,7 @@ BENCHMARKS: dict[str, ModuleType] = README | {
     "peers": peers,
     "compiled": compiled,
     "fp8": fp8,
+    "fusion": fusion,
     "ranges": ranges,
     "tools": tools,
 }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphattn.errors import UnsupportedModelError
-from graphattn.models.contract import AttentionLayer, StepSlots
+from graphattn.models.contract import AttentionLayer, Rotation, StepSlots
 
 
 class DenseStep:
@@ -29,6 +29,22 @@ class DenseStep:
     def attend_latent(self, layer: int, q: Tensor, latent: Tensor) -> Tensor:
         latents = latent.unsqueeze(1)
         return self.attend(layer, q, latents, latents)[..., : self.layers[layer].value_dim]
+
+    def attend_rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation
+    ) -> Tensor:
+        rotated = torch.empty(q.shape, dtype=q.dtype)
+        pools = torch.empty(2, 1, k.shape[1], len(k), k.shape[2], dtype=q.dtype)
+        rotation.write(q, k, v, self.positions, rotated, pools[0], pools[1])
+        return self.attend(layer, rotated, *pools[:, 0].transpose(1, 2))
+
+    def attend_latent_rotated(
+        self, layer: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
+    ) -> Tensor:
+        pool = torch.empty(1, *latent.shape, dtype=q.dtype)
+        rotated = q[..., self.layers[layer].value_dim :]
+        rotation.write_latent(q_rope, latent, self.positions, rotated, pool)
+        return self.attend_latent(layer, q, pool[0])
 
     @property
     def slots(self) -> StepSlots:

@@ -86,8 +86,10 @@ def test_owner_keeps_the_model() -> None:
     assert not torch.equal(adapted(step), first)
 
 
-def test_changed_layer_is_refused() -> None:
-    adapted = adapt(tiny("llama"))
+@pytest.mark.parametrize("fuse", [False, True])
+@torch.no_grad()
+def test_changed_layer_is_refused(fuse: bool) -> None:
+    adapted = adapt(tiny("llama"), fuse=fuse)
     adapted.module.model.layers[1].self_attn.scaling = 0.123
     step = DenseStep(torch.arange(4), adapted.attention_layers)
     with pytest.raises(UnsupportedModelError, match=r"layer 1 changed.*0\.123"):

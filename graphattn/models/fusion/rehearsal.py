@@ -1,0 +1,131 @@
+"""A caller that stands in for a step while a module is compared with what would replace it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphattn.errors import UnsupportedModelError
+from graphattn.models.contract import Rotation
+from graphattn.models.fusion.matching import Inputs, agree, noise
+from graphattn.models.transformers_calls import Call, Geometry
+
+Scalars = dict[str, object]
+Candidate = TypeVar("Candidate", bound=Callable[..., Any])
+
+
+class Heads(NamedTuple):
+    """What an attention is given; of a latent one k and v are the latents, whole and their c."""
+
+    q: Tensor  # [T, num_q_heads, head_dim]
+    k: Tensor  # [T, num_kv_heads, head_dim]
+    v: Tensor  # [T, num_kv_heads, value_dim]
+
+    def agree(self, other: Heads) -> bool:
+        """Whether they differ by rounding only."""
+        return all(map(agree, self, other))
+
+    def distance(self, other: Heads) -> float:
+        """Sum of differences; 0 on a fake device, which has no values."""
+        if isinstance(self.q, FakeTensor):
+            return 0.0
+        return sum(float((a - b).abs().sum()) for a, b in zip(self, other, strict=True))
+
+
+class Rehearsal:
+    """Notes the one attention call of a module, and answers with noise. Meets `Caller`."""
+
+    def __init__(self) -> None:
+        self.heads: Heads
+        self.geometry: Geometry
+        self.sinks: Tensor | None = None
+
+    def attend(self, call: Call) -> Tensor:
+        """See `Caller`."""
+        self.geometry, self.sinks = call.geometry, call.sinks
+        self.heads = Heads(call.q, call.k, call.v)
+        return self._answer(call.geometry.value_dim)
+
+    def attend_rotated(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """See `Caller`."""
+        tokens, _, dim = q.shape
+        q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        pools = torch.zeros(2, 1, k.shape[1], tokens, dim, dtype=q.dtype, device=q.device)
+        place = torch.arange(tokens, device=q.device)
+        rotation.write(q, k, v, place, q_out, pools[0], pools[1])
+        self.heads = Heads(q_out, *(pool[0].transpose(0, 1) for pool in pools))
+        return self._answer(dim)
+
+    def attend_latent_rotated(
+        self, layer_idx: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
+    ) -> Tensor:
+        """See `Caller`."""
+        tokens, width = latent.shape
+        pool = torch.zeros(1, tokens, width, dtype=q.dtype, device=q.device)
+        place = torch.arange(tokens, device=q.device)
+        value_dim = width - q_rope.shape[2]
+        rotation.write_latent(q_rope, latent, place, q[..., value_dim:], pool)
+        entries = pool[0].unsqueeze(1)
+        self.heads = Heads(q, entries, entries[..., :value_dim])
+        return self._answer(value_dim)
+
+    def _answer(self, value_dim: int) -> Tensor:
+        tokens, heads, _ = self.heads.q.shape
+        return noise(self.heads.q, tokens, heads, value_dim, seed=1)
+
+
+def nearest(
+    candidates: Iterable[Candidate], inputs: Inputs, want: Tensor, heads: Heads
+) -> Candidate | None:
+    """The one that gives the same result from the same heads; of several, that with the nearest.
+
+    In 16 bits some differ by how often they round.
+    """
+    best, smallest = None, float("inf")
+    for candidate in candidates:
+        ours = Rehearsal()
+        try:
+            got = inputs.call(candidate, graphattn_caller=ours)[0]
+        except (TypeError, ValueError, IndexError, RuntimeError):
+            continue  # the position embeddings are of another kind
+        if not (agree(got, want) and ours.heads.agree(heads)):
+            continue
+        distance = ours.heads.distance(heads)
+        if distance < smallest:
+            best, smallest = candidate, distance
+        if distance == 0.0:
+            break
+    return best
+
+
+def scalars(module: nn.Module) -> Scalars:
+    """What a module keeps beside tensors and modules: scale, window, soft-cap and the like."""
+    kinds = (bool, int, float, str, type(None))
+    kept = {name: x for name, x in vars(module).items() if isinstance(x, kinds)}
+    kept.pop("training", None)
+    return kept
+
+
+def check_unchanged(module: nn.Module, before: Scalars) -> None:
+    """Raise `UnsupportedModelError` when scalars of a fused attention are not what they were."""
+    now = vars(module)
+    changed = [
+        f"{name} was {x}, is {now.get(name)}" for name, x in before.items() if now.get(name) != x
+    ]
+    if changed:
+        raise UnsupportedModelError(
+            f"layer {module.layer_idx} changed its attention since it was captured: "
+            f"{', '.join(changed)}"
+        )
