@@ -43,7 +43,7 @@ class AttentionTiles:
 
 # (warps, stages, block_n) by padded head size and block_m, for 2-byte dtypes. The sm_80 table
 # stays under 99 KiB of shared memory: it also serves sm_86, sm_89 and sm_120.
-_DECODE: dict[str, dict[int, dict[int, tuple[int, int, int]]]] = {
+DECODE: dict[str, dict[int, dict[int, tuple[int, int, int]]]] = {
     "sm_80": {
         64: {16: (4, 3, 64), 32: (4, 3, 64), 64: (4, 2, 64)},
         128: {16: (4, 2, 64), 32: (4, 2, 64), 64: (8, 2, 64)},
@@ -62,7 +62,7 @@ _DECODE: dict[str, dict[int, dict[int, tuple[int, int, int]]]] = {
 }
 
 # (block_m, block_n, warps, stages) by padded head size, for 2-byte dtypes.
-_PREFILL: dict[str, dict[int, tuple[int, int, int, int]]] = {
+PREFILL: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "sm_80": {64: (128, 64, 8, 2), 128: (64, 64, 8, 2), 256: (64, 32, 8, 2)},
     "sm_90": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
     "sm_100": {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
@@ -72,7 +72,7 @@ _PREFILL: dict[str, dict[int, tuple[int, int, int, int]]] = {
 # 512 + 64 values; smaller ones take less of everything. 32 rows take more than the 99 KiB of shared
 # memory that the small devices of sm_80's family have. Below 64 rows, more positions than rows lay
 # the warps along the positions: along the rows, some would repeat the work of others.
-_LATENT: dict[str, dict[int, tuple[int, int, int]]] = {
+LATENT: dict[str, dict[int, tuple[int, int, int]]] = {
     "sm_80": {16: (8, 2, 64), 32: (8, 2, 64)},
     "sm_90": {16: (8, 2, 64), 32: (8, 2, 64), 64: (8, 2, 64)},
     "sm_100": {16: (8, 2, 64), 32: (8, 2, 64), 64: (8, 2, 64)},
@@ -191,7 +191,7 @@ def _decode_tile(arch: str, head_dim: int, rows: int, dtype: torch.dtype) -> Til
     wanted = max(16, _power_of_two(rows))
     if arch == "cpu":
         return Tile(min(wanted, 64), _INTERPRETED.block_n, 1, 1)
-    table = _DECODE[_table_arch(arch)][max(64, padded_head_dim(head_dim))]
+    table = DECODE[_table_arch(arch)][max(64, padded_head_dim(head_dim))]
     block_m = min(wanted, max(table))
     warps, stages, block_n = table[block_m]
     return _for_dtype(Tile(block_m, block_n, warps, stages), head_dim, dtype)
@@ -201,7 +201,7 @@ def _prefill_tile(arch: str, head_dim: int, dtype: torch.dtype, *, fp8: bool) ->
     if arch == "cpu":
         return _INTERPRETED
     family, padded = _table_arch(arch), max(64, padded_head_dim(head_dim))
-    sizes = _PREFILL[family][padded]
+    sizes = PREFILL[family][padded]
     if fp8 and (family, padded) == ("sm_80", 256):
         sizes = _PREFILL_FP8_256
     return _for_dtype(Tile(*sizes), head_dim, dtype)
@@ -212,7 +212,7 @@ def _latent_tile(arch: str, value_dim: int, rows: int, dtype: torch.dtype, *, fp
     wanted = max(16, _power_of_two(rows))
     if arch == "cpu":
         return Tile(min(wanted, 32), _INTERPRETED.block_n, 1, 1)
-    tables = _LATENT_FP8 if fp8 else _LATENT
+    tables = _LATENT_FP8 if fp8 else LATENT
     table = tables[arch if arch in tables else _table_arch(arch)]
     if dtype == torch.float32:
         if value_dim > _LATENT_FP32_VALUE_DIM:
@@ -240,7 +240,7 @@ def _for_dtype(tile: Tile, head_dim: int, dtype: torch.dtype) -> Tile:
 
 def _table_arch(arch: str) -> str:
     """Table of an architecture: its own, its family's, or sm_80's."""
-    if arch in _DECODE:
+    if arch in DECODE:
         return arch
     if arch == "sm_103":
         return "sm_100"

@@ -1,4 +1,4 @@
-"""Parts of `profiles/gpu.sh`: `python -m profiles.gpu paths|launch|attention|step`.
+"""Parts of `profiles/gpu.sh`: `python -m profiles.gpu PART --out FILE [--dry]`.
 
 Each part prints what it finds and appends records to --out. `--dry` runs the same code on a CPU
 with sizes that a CPU can do, so that a mistake does not wait for a GPU to be found.
@@ -9,9 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,82 +17,26 @@ import torch
 
 import graphattn
 from graphattn.engine import Engine
-from profiles.attention import decode_attention, gqa, latent
+from profiles.attention import DecodeAttention, decode_attention, gqa, latent
+from profiles.gpu_checks import memory, options, paths
+from profiles.gpu_traces import traces
 from profiles.interleave import timed_step
-from profiles.peaks import measure_peaks, seconds
-from profiles.plain_llama import DEEPSEEK_V3, LLAMA_8B, Shape, plain_llama
+from profiles.peaks import Peaks, measure_peaks, seconds
+from profiles.peers import PEERS, Candidate, candidates
+from profiles.place import Place, Record
+from profiles.plain_llama import LLAMA_8B, Shape, plain_llama
 from profiles.record import append, context, spread
+from profiles.roofline import attention_work
 
-PATHS = {
-    "gqa-64": Shape(),
-    "mha-80": Shape(heads=3, kv_heads=3, head_dim=80),
-    "gqa-96": Shape(head_dim=96),
-    "gqa-128-of-9": Shape(heads=9, kv_heads=3, head_dim=128),
-    "mqa-256-of-16": Shape(heads=16, kv_heads=1, head_dim=256),
-    "windows": Shape(layers=3, windows=(0, 24, 8)),
-    "softcap": Shape(softcap=30.0),
-    "sinks": Shape(sinks=True, windows=(16, 0)),
-    "latent-48-of-5": Shape(heads=5, kv_heads=1, head_dim=48, value_dim=40, windows=(0, 24)),
-    "latent-576-of-16": replace(DEEPSEEK_V3, layers=2, hidden=64, heads=16, vocab=251),
-    "latent-576-of-128": replace(DEEPSEEK_V3, layers=2, hidden=64, vocab=251),
-}
 # What `attention` measures: real size, and size of a dry run.
 ATTENTION = {
     "gqa-8b": (gqa(32, 8, 128), gqa(4, 2, 64)),
     "latent-of-16": (latent(16), latent(5, 48, 40)),
     "latent-of-128": (latent(128), latent(5, 48, 40)),
 }
-LAUNCH_NODES = (1, 10, 100, 1000)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a part runs, and whether at its real size."""
-
-    device: torch.device
-    dry: bool
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """bf16 is what a GPU serves; a CPU has it only slowly."""
-        return torch.float32 if self.dry else torch.bfloat16
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-
-Record = dict[str, Any]
-
-
-def paths(place: Place) -> list[Record]:
-    """Capture every path of the attention; replay must emit the tokens of the eager step."""
-    return [_path(place, name, shape) for name, shape in PATHS.items()]
-
-
-def _path(place: Place, name: str, shape: Shape) -> Record:
-    try:
-        model = plain_llama(shape, max_seq_len=160, device=place.device, dtype=place.dtype)
-        replayed, report = _tokens(model, "auto")
-        eager, _ = _tokens(model, "eager")
-    except Exception as error:
-        traceback.print_exc()
-        return {"part": "paths", "path": name, "ok": False, "error": repr(error)[:500]}
-    equal = replayed == eager
-    print(f"{name}: {'tokens equal eager' if equal else 'TOKENS DIFFER'}\n{report}\n", flush=True)
-    buckets = {b.name: [b.nodes, b.capture_seconds, b.memory_bytes] for b in report.buckets}
-    return {"part": "paths", "path": name, "ok": equal, "buckets": buckets}
-
-
-def _tokens(model: Any, backend: str) -> tuple[list[Any], graphattn.EngineReport]:
-    """Tokens of prompts below, at and above a page and a prefill chunk."""
-    prompts = [[(7 * i + j) % 251 for j in range(n)] for i, n in enumerate((1, 15, 16, 17, 40, 64))]
-    with graphattn.capture(
-        model, max_batch=4, max_tokens=48, page_size=16, backend=backend
-    ) as engine:
-        completions = engine.generate(prompts, max_new_tokens=24)
-        return [completion.token_ids for completion in completions], engine.report()
+# Rows and their length, the most telling first.
+CASES = ((32, 4096), (1, 4096), (128, 4096), (32, 16384))
+LAUNCH_NODES = (1000, 100, 10, 1)
 
 
 def launch(place: Place) -> list[Record]:
@@ -109,7 +51,7 @@ def _launch(place: Place, nodes: int) -> Record:
         for _ in range(nodes):
             counter.add_(1)
 
-    replay = line if place.dry else _straight_line(line)
+    replay = place.replayed(line)
     device_s = seconds(replay, 50, place.device)
     host_s = []
     for _ in range(50):
@@ -131,52 +73,54 @@ def _launch(place: Place, nodes: int) -> Record:
     }
 
 
-def _straight_line(work: Callable[[], None]) -> Callable[[], None]:
-    stream = torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        work()
-        with torch.cuda.graph(graph, stream=stream):
-            work()
-    torch.cuda.synchronize()
-    replay: Callable[[], None] = graph.replay
-    return replay
-
-
 def attention(place: Place) -> list[Record]:
-    """Decode attention of one layer: bytes of KV read a second, beside a device copy."""
-    peaks = measure_peaks(place.device, place.dtype, shrink=64 if place.dry else 1)
-    copied = peaks.copy_bytes_per_s
-    print(f"copy: {copied / 1e9:.0f} GB/s", flush=True)
-    cases = [(4, 64)] if place.dry else [(1, 4096), (8, 4096), (32, 4096), (32, 16384), (128, 4096)]
+    """Decode attention of one layer, ours and that of every peer, each checked before it is timed:
+    bytes of KV a second beside those of a copy in the same run."""
+    peaks = measure_peaks(place.device, place.dtype, shrink=32 if place.dry else 1)
+    print(
+        f"copy {peaks.copy_bytes_per_s / 1e9:.0f} GB/s, matmul {peaks.matmul_ops_per_s / 1e12:.1f}"
+    )
+    cases = [(4, 64)] if place.dry else CASES
     return [
-        _attention(place, kind, batch, length, copied)
-        for kind in ATTENTION
+        record
         for batch, length in cases
+        for kind in ATTENTION
+        for record in _attention(place, kind, batch, length, peaks)
     ]
 
 
-def _attention(place: Place, kind: str, batch: int, length: int, copied: float) -> Record:
-    real, small = ATTENTION[kind]
-    layer = small if place.dry else real
+def _attention(place: Place, kind: str, batch: int, length: int, peaks: Peaks) -> list[Record]:
+    layer = ATTENTION[kind][place.dry]
     problem = decode_attention(layer, [length] * batch, dtype=place.dtype, device=place.device)
-    step, entry = problem.run, layer.entry_values * place.dtype.itemsize
-    read = batch * length * entry
-    taken = seconds(step if place.dry else _straight_line(step), 30, place.device)
-    rate = read / statistics.median(taken)
+    case = {"part": "attention", "kind": kind, "batch": batch, "length": length}
+    # Compiling FlexAttention for a CPU takes longer than all else of a dry run.
+    names = tuple(peer.name for peer in PEERS if not (place.dry and peer.name == "flex"))
+    return [
+        case | {"peer": candidate.name} | _timed(place, problem, candidate, peaks)
+        for candidate in candidates(problem, names)
+    ]
+
+
+def _timed(place: Place, problem: DecodeAttention, candidate: Candidate, peaks: Peaks) -> Record:
+    layer, size = problem.layer, place.dtype.itemsize
+    found: Record = {"reason": candidate.reason}
+    if candidate.call is not None:
+        try:
+            taken = seconds(place.replayed(candidate.call), 30, place.device)
+            rate = attention_work(layer, problem.lengths, size, size).bytes
+            rate /= statistics.median(taken)
+            of_copy = rate / peaks.copy_bytes_per_s
+            found = {"taken_s": spread(taken), "bytes_per_s": rate, "of_copy": of_copy}
+        except Exception as error:  # of a peer in a graph; the others are still timed
+            found = {"reason": f"cannot be captured: {error!r}"[:300]}
+    said = found.get("reason") or f"{found['bytes_per_s'] / 1e9:.0f} GB/s, {of_copy:.0%} of copy"
     print(
-        f"{kind} B={batch} L={length}: {rate / 1e9:.0f} GB/s, {rate / copied:.0%} of copy",
-        flush=True,
+        f"{len(problem.lengths)} rows of {problem.lengths[0]}, {layer.num_q_heads} heads of ",
+        end="",
     )
-    return {
-        "part": "attention",
-        "kind": kind,
-        "batch": batch,
-        "length": length,
-        "seconds": spread(taken),
-        "bytes_per_s": rate,
-        "of_copy": rate / copied,
-    }
+    print(f"{layer.head_dim}, {candidate.name}: {said}", flush=True)
+    ours_failed = candidate.name == "graphattn" and found.get("reason") is not None
+    return found | {"ok": not ours_failed}
 
 
 def step(place: Place) -> list[Record]:
@@ -194,7 +138,7 @@ def _step(place: Place, model: Any, batch: int, backend: str) -> Record:
     ) as engine:
         taken = _decode_seconds(engine, batch)
     print(f"batch {batch}, {backend}: {statistics.median(taken) * 1e3:.3f} ms a step", flush=True)
-    return {"part": "step", "batch": batch, "backend": backend, "seconds": spread(taken)}
+    return {"part": "step", "batch": batch, "backend": backend, "taken_s": spread(taken)}
 
 
 def _decode_seconds(engine: Engine, batch: int) -> list[float]:
@@ -214,18 +158,28 @@ def _decode_seconds(engine: Engine, batch: int) -> list[float]:
     return taken
 
 
-PARTS = {"paths": paths, "launch": launch, "attention": attention, "step": step}
+PARTS = {
+    "launch": launch,
+    "paths": paths,
+    "options": options,
+    "memory": memory,
+    "attention": attention,
+    "step": step,
+}
 
 
 def main() -> int:
-    """Run one part; exit code 1 when a path failed or tokens differed."""
+    """Run one part; exit code 1 when something in it was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", choices=[*PARTS, "traces"])
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended here")
     parser.add_argument("--dry", action="store_true", help="small sizes, on the CPU")
     arguments = parser.parse_args()
     place = Place(torch.device("cpu" if arguments.dry else "cuda"), arguments.dry)
-    records = PARTS[arguments.part](place)
+    if arguments.part == "traces":
+        records = traces(place, arguments.out.parent)
+    else:
+        records = PARTS[arguments.part](place)
     append(arguments.out, context(), records)
     return 0 if all(record.get("ok", True) for record in records) else 1
 

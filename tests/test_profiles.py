@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import graphattn
 from graphattn.demo.runs import Run, run_generate
-from profiles import gpu, run
+from profiles import run
 from profiles.benchmarks import BENCHMARKS, README, batches, bounds
 from profiles.interleave import Pairs, Turns, against, finish, in_turn, submit
 from profiles.record import RESULTS, append, check, context, spread
@@ -170,11 +170,3 @@ def test_a_record_without_what_its_fields_need_is_an_error(record: Record, probl
 
 def test_spread_has_the_median_between_its_quartiles() -> None:
     assert spread([4.0, 1.0, 2.0, 3.0, 5.0]) == {"median": 3.0, "q1": 1.5, "q3": 4.5, "n": 5}
-
-
-@pytest.mark.parametrize("part", ["launch", "attention"])
-def test_gpu_parts_run_dry(part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "records.jsonl"
-    monkeypatch.setattr("sys.argv", ["gpu", part, "--dry", "--out", str(out)])
-    assert gpu.main() == 0
-    assert all(json.loads(line)["part"] == part for line in out.read_text().splitlines())
