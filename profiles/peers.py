@@ -84,9 +84,9 @@ def _checked(name: str, call: Call, wanted: Tensor, budget: float) -> Candidate:
         return Candidate(name, None, f"fails: {error!r}"[:300])
     if got.shape != wanted.shape:
         return Candidate(name, None, f"is wrong: gives {list(got.shape)}, not {list(wanted.shape)}")
-    error = (got.double() - wanted).abs().max()
-    if not error <= budget:  # also when it is NaN
-        return Candidate(name, None, f"is wrong: error {error:.1e}, budget {budget:.1e}")
+    off = float((got.double() - wanted).abs().max())
+    if not off <= budget:  # also when it is NaN
+        return Candidate(name, None, f"is wrong: error {off:.1e}, budget {budget:.1e}")
     return Candidate(name, call)
 
 

@@ -17,6 +17,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "profiles" / "results"
+Record = dict[str, Any]
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
 
@@ -61,7 +62,7 @@ def context() -> dict[str, Any]:
     }
 
 
-def check(record: dict[str, Any]) -> None:
+def check(record: Record) -> None:
     """Raise `ValueError` unless the record means what its fields say everywhere: see the docstring
     of `profiles.benchmarks`."""
     spreads = {name: value for name, value in record.items() if _is_spread(value)}
@@ -81,12 +82,21 @@ def _is_spread(value: object) -> bool:
     return isinstance(value, dict) and "median" in value
 
 
-def append(path: Path, shared: dict[str, Any], records: Sequence[dict[str, Any]]) -> None:
+def append(path: Path, shared: dict[str, Any], records: Sequence[Record]) -> None:
     """Add one line per record to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         for record in records:
             file.write(json.dumps(shared | record) + "\n")
+
+
+def latest(results: Path, benchmark: str) -> list[Record]:
+    """Records of the last run of a benchmark in a folder of results; empty without one."""
+    path = results / f"{benchmark}.jsonl"
+    if not path.exists():
+        return []
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [record for record in records if record["time"] == records[-1]["time"]]
 
 
 def spread(samples: Sequence[float]) -> dict[str, float]:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from profiles.benchmarks import BENCHMARKS, README
-from profiles.record import RESULTS, append, check, context
-from profiles.setting import Record, Refused, Setting
+from profiles.record import RESULTS, Record, append, check, context
+from profiles.setting import Refused, Setting
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,12 +13,11 @@ from graphattn.text import encode, load
 from profiles.interleave import Pairs
 from profiles.miniature.model import CHECKPOINT
 from profiles.peaks import Peaks, measure_peaks
-from profiles.record import spread
+from profiles.record import Record, spread
 from profiles.roofline import Sizes, Stages, achieved, sizes
 
-Record = dict[str, Any]
 T = TypeVar("T")
-PAIRS = 30  # of steps that a comparison needs at least
+PAIRS = 30  # of steps, for a comparison of its own; a point of a sweep has fewer
 
 
 class Refused(Exception):
@@ -65,11 +64,11 @@ class Setting:
     def _loaded(self) -> Any:
         return load(smollm2.folder(), self.device)
 
-    def check(self, pairs: Pairs, what: str) -> None:
+    def check(self, pairs: Pairs, what: str, *, least: int = PAIRS) -> None:
         """Refuse when a token differs or too few pairs were taken."""
         if pairs.our_tokens != pairs.their_tokens:
             raise Refused(f"{what}: tokens differ: {pairs.our_tokens} and {pairs.their_tokens}")
-        if len(pairs.ours) < self.size(PAIRS, 3):
+        if len(pairs.ours) < self.size(least, 3):
             raise Refused(f"{what}: only {len(pairs.ours)} pairs")
 
     def timed(self, seconds: Sequence[float], stages: Stages) -> Record:

@@ -15,8 +15,8 @@ from graphattn.demo.runs import Run, run_generate
 from profiles import run
 from profiles.benchmarks import BENCHMARKS, README, batches, bounds
 from profiles.interleave import Pairs, Turns, against, finish, in_turn, submit
-from profiles.record import RESULTS, append, check, context, spread
-from profiles.setting import Record, Refused, Setting
+from profiles.record import RESULTS, Record, append, check, context, spread
+from profiles.setting import Refused, Setting
 from profiles.workloads import DECODE_1, DECODE_8, Workload
 from tests.tiny_llama import tiny_llama
 

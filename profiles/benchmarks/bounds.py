@@ -9,8 +9,9 @@ from itertools import pairwise
 import graphattn
 from graphattn.engine import Engine
 from profiles.interleave import Pairs, in_turn, submit, timed_step
+from profiles.record import Record
 from profiles.roofline import step_work
-from profiles.setting import Record, Refused, Setting
+from profiles.setting import Refused, Setting
 from profiles.workloads import BOUNDS_8, DRY, Workload
 
 MAX_SEQ_LENS = (512, 2048, 8192)
@@ -38,9 +39,9 @@ def measure(setting: Setting) -> Iterator[Record]:
 
 
 def work_items(engine: Engine, workload: Workload) -> dict[str, list[int]]:
-    """Attention work items of the step in the middle of the workload, by work list."""
+    """Attention work items of a step of the workload, by work list."""
     requests = submit(engine, workload)
-    for _ in range(workload.new_tokens // 2):
+    for _ in range(workload.new_tokens // 4):
         timed_step(engine)
     # not public: nobody else needs the metadata
     buffers = engine._runner.memory.target.shards[0].buffers

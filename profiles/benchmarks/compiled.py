@@ -14,8 +14,9 @@ from transformers import CompileConfig, LogitsProcessorList
 import graphattn
 from graphattn.demo.runs import left_padded
 from profiles.interleave import Tokens, Turns, finish, submit
+from profiles.record import Record
 from profiles.roofline import step_work
-from profiles.setting import Record, Setting
+from profiles.setting import Setting
 from profiles.workloads import DECODE_8, DRY
 
 
@@ -54,7 +55,7 @@ def _generate(
             turns.take(decodes=left > 0)
         return scores
 
-    config = CompileConfig(mode="default")  # CUDA graphs need a GPU
+    config: Any = CompileConfig(mode="default")  # CUDA graphs need a GPU
     config._compile_all_devices = True  # else a CPU is left out
     input_ids, mask = left_padded(prompts, model.device)
     out = model.generate(

@@ -16,8 +16,9 @@ from torch import Tensor
 import graphattn
 from graphattn.engine import Engine
 from profiles.interleave import Pairs, in_turn
+from profiles.record import Record
 from profiles.roofline import collective_bytes, sizes, step_work
-from profiles.setting import Record, Refused, Setting, tiny_llama
+from profiles.setting import Refused, Setting, tiny_llama
 from profiles.workloads import DRY, Workload
 
 RANKS = (1, 2, 4, 8)

@@ -15,8 +15,9 @@ import graphattn
 from graphattn.demo.runs import run_generate, run_generate_batch
 from graphattn.engine import Engine
 from profiles.interleave import against, submit, timed_step
+from profiles.record import Record
 from profiles.roofline import step_work
-from profiles.setting import Record, Refused, Setting
+from profiles.setting import Refused, Setting
 from profiles.workloads import DECODE_1, DECODE_8, DRY, Workload
 
 PACKED, PLAIN = "mkldnn::_linear_pointwise", ("aten::mm", "aten::addmm")

@@ -30,7 +30,8 @@ from graphattn.models import adapt
 from graphattn.models.contract import AttentionLayer, StepModel, StepSlots
 from graphattn.models.scaled import ScaledModel
 from profiles.miniature.text import held_out_prompts
-from profiles.setting import Record, Refused, Setting
+from profiles.record import Record
+from profiles.setting import Refused, Setting
 
 FP8 = torch.float8_e4m3fn
 MEMORY = 1 << 24  # bytes of KV pages of both engines

@@ -15,9 +15,9 @@ import torch
 import graphattn
 from profiles.miniature.model import load
 from profiles.miniature.text import held_out_prompts
-from profiles.record import spread
+from profiles.record import Record, spread
 from profiles.roofline import sizes, step_work
-from profiles.setting import Record, Refused, Setting
+from profiles.setting import Refused, Setting
 
 
 def measure(setting: Setting) -> Iterator[Record]:

@@ -14,8 +14,9 @@ import torch
 from profiles.attention import decode_attention, gqa
 from profiles.peaks import seconds
 from profiles.peers import OURS, Call, candidates
+from profiles.record import Record
 from profiles.roofline import attention_work
-from profiles.setting import Record, Refused, Setting
+from profiles.setting import Refused, Setting
 
 LAYER, BATCH = gqa(9, 3, 64), 8
 CASES = ((64, 64), (512, 512), (4096, 4096), (512, 4096))  # (tokens of each row, max_seq_len)

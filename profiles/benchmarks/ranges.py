@@ -17,8 +17,8 @@ from graphattn._capture import nvtx_ranges
 from graphattn.engine import Engine
 from profiles.instant import InstantGraph, TimedStream
 from profiles.plain_llama import Shape, plain_llama
-from profiles.record import spread
-from profiles.setting import Record, Refused, Setting
+from profiles.record import Record, spread
+from profiles.setting import Refused, Setting
 
 ROWS, REPEATS = (1, 64), 2000
 

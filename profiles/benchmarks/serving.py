@@ -20,18 +20,18 @@ from graphattn.demo.runs import run_engine, run_generate_batch
 from graphattn.draft import NGram
 from profiles.instant import InstantGraph, TimedStream
 from profiles.plain_llama import Shape, plain_llama
-from profiles.record import spread
+from profiles.record import Record, spread
 from profiles.roofline import step_work
-from profiles.setting import Record, Refused, Setting
+from profiles.setting import Refused, Setting
 
 HOST_ROWS = 64
 
 
 def measure(setting: Setting) -> Iterator[Record]:
     """A record per part."""
-    for instant in (True, False):
-        yield host_time(setting, None, instant=instant)
-        yield host_time(setting, NGram(3), instant=instant)
+    yield host_time(setting, None, instant=True)
+    yield host_time(setting, NGram(3), instant=True)
+    yield host_time(setting, None, instant=False)
     yield prefixes(setting)
     long = setting.size(384, 24)
     yield long_prompt(setting, long, long + 64)
@@ -85,7 +85,7 @@ def prefixes(setting: Setting) -> Record:
         graphattn.capture(model, **options) as with_reuse,
         graphattn.capture(model, prefix_reuse=False, **options) as without,
     ):
-        for _ in range(setting.size(4, 2)):
+        for _ in range(setting.size(3, 2)):
             common = [draw.randrange(3, vocab) for _ in range(shared)]
             texts = [[*common, *(draw.randrange(3, vocab) for _ in range(8))] for _ in range(8)]
             params = graphattn.SamplingParams(8, ignore_eos=True)
@@ -143,7 +143,7 @@ def throughput(setting: Setting) -> Record:
     vocab, (least, most), new_tokens = (
         model.config.vocab_size,
         setting.size((8, 96), (2, 9)),
-        setting.size(24, 4),
+        setting.size(16, 4),
     )
     texts = [
         [draw.randrange(3, vocab) for _ in range(draw.randint(least, most))]

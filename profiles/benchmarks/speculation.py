@@ -16,8 +16,9 @@ from typing import Any
 import graphattn
 from graphattn.engine import Engine
 from profiles.miniature.text import held_out_prompts
+from profiles.record import Record
 from profiles.roofline import sizes, step_work
-from profiles.setting import Record, Refused, Setting
+from profiles.setting import Refused, Setting
 
 REPEATS = " ".join(["The quick brown fox jumps over the lazy dog."] * 6)
 COPIES = (
@@ -36,6 +37,7 @@ class Text:
     prompts: list[list[int]]
     drafter: type[graphattn.NGram] | type[graphattn.MTP]
     ks: tuple[int, ...]
+    rounds: int  # of plain and drafting runs in turn
     temperature: float = 0.0
 
 
@@ -50,15 +52,14 @@ class Timed:
 
 def texts(setting: Setting) -> Iterator[Text]:
     """Those of a run."""
-    smollm2, lookup = setting.smollm2, graphattn.NGram
-    yield Text(
-        "repeats", smollm2, setting.encoded([REPEATS]), lookup, setting.size((1, 3, 5), (5,))
-    )
-    yield Text("copies", smollm2, setting.encoded([COPIES]), lookup, (5,))
+    smollm2, lookup, rounds = setting.smollm2, graphattn.NGram, setting.size(2, 1)
+    repeats, copies = setting.encoded([REPEATS]), setting.encoded([COPIES])
+    yield Text("repeats", smollm2, repeats, lookup, setting.size((2, 5), (5,)), rounds)
+    yield Text("copies", smollm2, copies, lookup, (5,), rounds)
     held_out, few = held_out_prompts(8, 48), setting.size((1, 2), (1,))
     ks = setting.size((1, 2, 3, 4), (1,))
-    yield Text("held-out", setting.miniature, held_out, graphattn.MTP, ks)
-    yield Text("held-out, sampled", setting.miniature, held_out, graphattn.MTP, few, 0.7)
+    yield Text("held-out", setting.miniature, held_out, graphattn.MTP, ks, 2 * rounds)
+    yield Text("held-out, sampled", setting.miniature, held_out, graphattn.MTP, few, rounds, 0.7)
 
 
 def measure(setting: Setting) -> Iterator[Record]:
@@ -84,7 +85,7 @@ def _measure(setting: Setting, text: Text) -> Iterator[Record]:
                 run(drafting, text, new_tokens)
                 pairs = [
                     (run(plain, text, new_tokens), run(drafting, text, new_tokens))
-                    for _ in range(setting.size(3, 1))
+                    for _ in range(text.rounds)
                 ]
                 stats = drafting.stats()
             if any(a.token_ids != b.token_ids for a, b in pairs):

@@ -17,7 +17,8 @@ import graphattn
 from graphattn.checkup import Checkup
 from graphattn.demo import smollm2
 from graphattn.rehearse import audit_folder
-from profiles.setting import Record, Refused, Setting
+from profiles.record import Record
+from profiles.setting import Refused, Setting
 
 OPTIONS: dict[str, Any] = {"max_batch": 8, "max_seq_len": 256, "max_tokens": 64}
 
