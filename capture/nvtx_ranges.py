@@ -1,11 +1,11 @@
 """NVTX ranges and counters of the domain "graphattn", free when no tool listens.
 
 Ranges that are open while a graph is captured are projected onto its nodes by the profiler;
-ranges around a replay are host ranges. Whether a tool listens is decided when the first range is
-made, as NVTX does itself.
+ranges around a replay are host ranges. Whether an NVTX tool listens is decided when the first range
+is made, as NVTX does itself. torch.profiler gets the same ranges while it runs; it has no counters.
 
     with scope("attend.3"): ...        # what belongs to a name is built once
-    send = within("copy_in", send)     # for hot loops: without a tool, `send` itself
+    send = within("copy_in", send)     # a range around each call
     count("live_rows", 8)
 
 What is named, one inside the other (docs/profiling.md):
@@ -28,13 +28,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from types import TracebackType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar, TypeVarTuple
 
 import nvtx
+from torch._C._profiler import _RecordFunctionFast
+from torch.autograd import _profiler_enabled
 
 DOMAIN = "graphattn"
 
-P = ParamSpec("P")
+Arguments = TypeVarTuple("Arguments")
 T = TypeVar("T")
 
 
@@ -45,26 +47,30 @@ def _domain() -> Any:
 
 @cache
 def enabled() -> bool:
-    """Whether a tool listens."""
+    """Whether an NVTX tool listens."""
     return type(_domain()).__name__ != "DummyDomain"
 
 
-@cache
+def listening() -> bool:
+    """Whether anybody does: an NVTX tool, or torch.profiler now."""
+    return enabled() or _profiler_enabled()
+
+
 def scope(name: str) -> AbstractContextManager[None]:
-    """A range around a `with` block. The same object serves every use of the name."""
-    return _Scope(name) if enabled() else nullcontext()
+    """A range around a `with` block."""
+    return _Profiled(name) if _profiler_enabled() else _nvtx_scope(name)
 
 
-def within(name: str, function: Callable[P, T]) -> Callable[P, T]:
-    """`function` with a range around every call of it; `function` itself if no tool listens."""
-    if not enabled():
-        return function
-    block = scope(name)
+def within(name: str, function: Callable[[*Arguments], T]) -> Callable[[*Arguments], T]:
+    """`function`, of positional arguments, with a range around every call of it; for hot loops."""
+    nvtx_listens = enabled()
 
     @wraps(function)
-    def named(*args: P.args, **kwargs: P.kwargs) -> T:
-        with block:
-            return function(*args, **kwargs)
+    def named(*arguments: *Arguments) -> T:
+        if nvtx_listens or _profiler_enabled():
+            with scope(name):
+                return function(*arguments)
+        return function(*arguments)
 
     return named
 
@@ -73,6 +79,11 @@ def count(name: str, value: int) -> None:
     """The value of a counter from now on."""
     if enabled():
         _domain().mark(message=name, payload=value)
+
+
+@cache
+def _nvtx_scope(name: str) -> AbstractContextManager[None]:
+    return _Scope(name) if enabled() else nullcontext()
 
 
 class _Scope(AbstractContextManager[None]):
@@ -90,3 +101,24 @@ class _Scope(AbstractContextManager[None]):
         trace: TracebackType | None,
     ) -> None:
         self._domain.pop_range()
+
+
+class _Profiled(AbstractContextManager[None]):
+    """One range of torch.profiler, and of NVTX if its tool listens too. It is no operation that a
+    recorder or an auditor would see."""
+
+    def __init__(self, name: str) -> None:
+        self._blocks = (_RecordFunctionFast(name), _nvtx_scope(name))
+
+    def __enter__(self) -> None:
+        for block in self._blocks:
+            block.__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for block in reversed(self._blocks):
+            block.__exit__(kind, error, trace)

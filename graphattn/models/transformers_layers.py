@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
@@ -11,8 +12,8 @@ from graphattn._capture import nvtx_ranges
 
 
 def name_layers(tree: nn.Module) -> None:
-    """Open the range `layer.N` around each decoder layer of `tree`, if a tool listens."""
-    if nvtx_ranges.enabled():
+    """Open the range `layer.N` around each decoder layer of `tree`, if a profiler listens."""
+    if nvtx_ranges.listening():
         for index, layer in decoder_layers(tree):
             _name(layer, f"layer.{index}")
 
@@ -30,15 +31,17 @@ def decoder_layers(tree: nn.Module) -> Iterator[tuple[int, nn.Module]]:
 
 def _name(layer: nn.Module, name: str) -> None:
     """torch.compile cannot trace a range: what it compiles keeps that of the caller."""
-    block = nvtx_ranges.scope(name)
+    entered: list[AbstractContextManager[None]] = []
 
     def enter(*args: object) -> None:
         if not torch.compiler.is_compiling():
+            block = nvtx_ranges.scope(name)
             block.__enter__()
+            entered.append(block)
 
     def leave(*args: object) -> None:
         if not torch.compiler.is_compiling():
-            block.__exit__(None, None, None)
+            entered.pop().__exit__(None, None, None)
 
     layer.register_forward_pre_hook(enter)
     layer.register_forward_hook(leave, always_call=True)

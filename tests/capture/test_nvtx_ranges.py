@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+import torch
+
 from graphattn._capture import nvtx_ranges
 from tests.nvtx_listener import hear
 
@@ -37,12 +40,28 @@ pop graphattn
 
 def test_free_without_a_tool() -> None:
     assert not nvtx_ranges.enabled()
+    assert not nvtx_ranges.listening()
     with nvtx_ranges.scope("stage") as value:
         assert value is None
     assert nvtx_ranges.scope("stage") is nvtx_ranges.scope("stage")
     nvtx_ranges.count("rows", 1)
-    assert nvtx_ranges.within("stage", len) is len
+    assert nvtx_ranges.within("stage", len)([1, 2]) == 2
 
 
 def test_a_tool_sees_names_nesting_and_values(tmp_path: Path) -> None:
     assert hear(PROGRAM, tmp_path).lines == EXPECTED.split("\n")[1:-1]
+
+
+def test_the_profiler_of_torch_sees_names_and_nesting() -> None:
+    named = nvtx_ranges.within("named", lambda: torch.ones(2) + 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert nvtx_ranges.listening()
+        with nvtx_ranges.scope("outer"), nvtx_ranges.scope("inner"):
+            named()
+        with pytest.raises(KeyError), nvtx_ranges.scope("failing"):
+            raise KeyError
+    parents = {event.name: event.cpu_parent for event in profile.events()}
+    assert parents["aten::add"].name == "named"
+    assert parents["named"].name == "inner"
+    assert parents["inner"].name == "outer"
+    assert parents["outer"] is parents["failing"] is None
