@@ -2,7 +2,8 @@
 
 Ranges that are open while a graph is captured are projected onto its nodes by the profiler;
 ranges around a replay are host ranges. Whether an NVTX tool listens is decided when the first range
-is made, as NVTX does itself. torch.profiler gets the same ranges while it runs; it has no counters.
+is made, as NVTX does itself. torch.profiler gets the same ranges while it runs, as
+"graphattn/NAME"; it has no counters.
 
     with scope("attend.3"): ...        # what belongs to a name is built once
     send = within("copy_in", send)     # a range around each call
@@ -31,8 +32,8 @@ from types import TracebackType
 from typing import Any, TypeVar, TypeVarTuple
 
 import nvtx
+from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _RecordFunctionFast
-from torch.autograd import _profiler_enabled
 
 DOMAIN = "graphattn"
 
@@ -108,7 +109,7 @@ class _Profiled(AbstractContextManager[None]):
     recorder or an auditor would see."""
 
     def __init__(self, name: str) -> None:
-        self._blocks = (_RecordFunctionFast(name), _nvtx_scope(name))
+        self._blocks = (_RecordFunctionFast(f"{DOMAIN}/{name}"), _nvtx_scope(name))
 
     def __enter__(self) -> None:
         for block in self._blocks:

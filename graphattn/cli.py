@@ -1,7 +1,8 @@
-"""The command `graphattn`: generate, demo, audit, inspect, plan.
+"""The command `graphattn`: generate, demo, audit, inspect, plan, profile-report.
 
-Exit codes: 0 success, 1 the demo found a difference or the audit something, 2 a wrong argument or
-a missing piece, with one line on stderr that says what to do, 130 interrupted.
+Exit codes: 0 success, 1 the demo found a difference, or the audit or the report of a profile
+something, 2 a wrong argument or a missing piece, with one line on stderr that says what to do, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -110,6 +111,22 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--max-seq-len", type=_positive, metavar="N")
     inspect.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
+    profile = commands.add_parser(
+        "profile-report",
+        help="where the time of replayed graphs went, and what held them up",
+        allow_abbrev=False,
+    )
+    profile.set_defaults(run=_profile_report)
+    profile.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="nsys export --type sqlite, or a torch.profiler trace",
+    )
+    profile.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    profile.add_argument("--trace", type=Path, metavar="OUT", help="write a trace for Perfetto")
+    profile.add_argument("--html", type=Path, metavar="OUT", help="write one HTML page")
+
     plan = commands.add_parser(
         "plan",
         help="what fits on how many GPUs, and how fast, from configuration files only",
@@ -169,6 +186,31 @@ def _inspect(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     _write(answer(arguments))
     return 0
+
+
+def _profile_report(arguments: argparse.Namespace) -> int:
+    from graphattn.profiling.page import page
+    from graphattn.profiling.perfetto import trace_json
+    from graphattn.profiling.reading import read_profile
+    from graphattn.profiling.report import analyse
+
+    profile = read_profile(arguments.file)
+    report, replays = analyse(profile)
+    if arguments.trace:
+        _save("--trace", arguments.trace, trace_json(profile, replays, report.gaps))
+    if arguments.html:
+        _save("--html", arguments.html, page(report, profile, replays))
+    _write(report.to_json() if arguments.json else str(report))
+    return 0 if report.ok else 1
+
+
+def _save(option: str, path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise wrong(
+            option, "a file that can be written", f"{path}: {error}", "Name another."
+        ) from None
 
 
 def _generate(arguments: argparse.Namespace) -> int:

@@ -78,6 +78,7 @@ FLOW = [
     "layer_nodes",
     "inspecting",
     "planner",
+    "profiling",
     "demo",
     "cli",
     "__main__",

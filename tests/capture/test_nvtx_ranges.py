@@ -61,7 +61,7 @@ def test_the_profiler_of_torch_sees_names_and_nesting() -> None:
         with pytest.raises(KeyError), nvtx_ranges.scope("failing"):
             raise KeyError
     parents = {event.name: event.cpu_parent for event in profile.events()}
-    assert parents["aten::add"].name == "named"
-    assert parents["named"].name == "inner"
-    assert parents["inner"].name == "outer"
-    assert parents["outer"] is parents["failing"] is None
+    assert parents["aten::add"].name == "graphattn/named"
+    assert parents["graphattn/named"].name == "graphattn/inner"
+    assert parents["graphattn/inner"].name == "graphattn/outer"
+    assert parents["graphattn/outer"] is parents["graphattn/failing"] is None

@@ -1,0 +1,1 @@
+"""What a recorded profile says of replayed graphs: read, attribute, find, show. Needs no torch."""
