@@ -11,7 +11,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, dtype
 
 from .attend_launch import check_contiguous_last, check_dimensions, precision_constants
 from .grid import INTERPRETED
@@ -53,12 +53,12 @@ def absorb_query_kernel(  # noqa: D103
     COS_PAIR: tl.constexpr,
     SIN_PAIR: tl.constexpr,
     NOPE: tl.constexpr,
-    NOPE_PADDED: tl.constexpr,
     C: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PADDED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PAIRS_IN: tl.constexpr,
     PAIRS_OUT: tl.constexpr,
     ROUND: tl.constexpr,
@@ -74,14 +74,16 @@ def absorb_query_kernel(  # noqa: D103
     p_q = q_ptr + (o_t * q_token + head * q_head) * STRIDE_UNIT
     p_out = out_ptr + (o_t * out_token + head * out_head) * STRIDE_UNIT
     if i_c < C_BLOCKS:
-        o_n = tl.arange(0, NOPE_PADDED)
         o_c = i_c * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
-        p_up = up_ptr + (head * up_head + o_n.to(tl.int64)[:, None] * up_row) * STRIDE_UNIT + o_c
-        b_q = tl.load(p_q + o_n[None, :], mask=m_t & (o_n < NOPE)[None, :], other=0.0)
-        b_up = tl.load(p_up, mask=(o_n < NOPE)[:, None] & (o_c < C), other=0.0)
-        if WIDEN:
-            b_q, b_up = b_q.to(tl.float32), b_up.to(tl.float32)
-        b_out = tl.dot(b_q, b_up, input_precision=PRECISION)  # [BLOCK_T, BLOCK_C]
+        b_out = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
+        for begin in range(0, NOPE, BLOCK_N):
+            o_n = begin + tl.arange(0, BLOCK_N)
+            o_up = (head * up_head + o_n.to(tl.int64)[:, None] * up_row) * STRIDE_UNIT
+            b_q = tl.load(p_q + o_n[None, :], mask=m_t & (o_n < NOPE)[None, :], other=0.0)
+            b_up = tl.load(up_ptr + o_up + o_c, mask=(o_n < NOPE)[:, None] & (o_c < C), other=0.0)
+            if WIDEN:
+                b_q, b_up = b_q.to(tl.float32), b_up.to(tl.float32)
+            b_out = tl.dot(b_q, b_up, b_out, input_precision=PRECISION)
         tl.store(p_out + o_c, b_out.to(DTYPE), mask=m_t & (o_c < C))
     else:
         o_pair = tl.arange(0, HALF_PADDED)[None, :]
@@ -122,7 +124,7 @@ def absorb_query(
         return
     strides = (*q.stride()[:2], *up.stride()[:2], *q_out.stride()[:2])
     unit = stride_unit(strides)
-    constants = absorb_constants(nope, value_dim, dim - nope)
+    constants = absorb_constants(nope, value_dim, dim - nope, q.dtype)
     blocks = triton.cdiv(value_dim, constants["BLOCK_C"])
     absorb_query_kernel[(triton.cdiv(tokens, constants["BLOCK_T"]), heads, blocks + 1)](
         q,
@@ -142,16 +144,17 @@ def absorb_query(
     )
 
 
-def absorb_constants(nope: int, value_dim: int, rope_dim: int) -> dict[str, Any]:
-    """Compile-time arguments that follow from the sizes, and options."""
+def absorb_constants(nope: int, value_dim: int, rope_dim: int, kind: dtype) -> dict[str, Any]:
+    """Compile-time arguments that follow from the sizes and the dtype, and options."""
+    tokens, columns, step = (64, 128, 64) if kind.itemsize == 2 else (16, 64, 32)
     return {
         "NOPE": nope,
-        "NOPE_PADDED": max(16, padded(nope)),  # no matrix product is narrower
         "C": value_dim,
         "HALF": rope_dim // 2,
         "HALF_PADDED": padded(rope_dim // 2),
-        "BLOCK_T": 64,
-        "BLOCK_C": min(128, max(16, padded(value_dim))),
+        "BLOCK_T": tokens,
+        "BLOCK_C": min(columns, max(16, padded(value_dim))),
+        "BLOCK_N": min(step, max(16, padded(nope))),
         "num_warps": 4,
         "enable_fp_fusion": False,  # round where the unfused model rounds
     }

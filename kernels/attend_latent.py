@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .attend_latent_decode import latent_decode_kernel
+from .attend_latent_merge import check_expansion, launch_latent_merge
 from .attend_latent_prefill import latent_prefill_kernel
 from .attend_launch import (
     check_contiguous_last,
@@ -71,8 +72,11 @@ def attend_latent(
     decode_query_len: int,
     prefill_block: int,
     latent_scale: Tensor | None = None,
+    up: Tensor | None = None,
+    expanded: Tensor | None = None,
 ) -> None:
-    """Launch the decode tile and its merge, then the prefill tile when there are prefill items.
+    """Launch the decode tile, the merge of its splits, and the prefill tile when there are prefill
+    items; with `up` the merge comes last and multiplies.
 
     Shapes and semantics are those of `ops.attend_latent`; q and the pool may have any outer
     strides. Raises `ValueError` that names the argument when a shape, dtype or stride does not fit.
@@ -104,6 +108,7 @@ def attend_latent(
         prefill_block=prefill_block,
     )
     check_scale("latent_scale", latent_scale, (2,), pool)
+    check_expansion(out, up, expanded)
     arch = arch_of(q.device)
     tiles = latent_tiles(
         arch,
@@ -146,15 +151,18 @@ def attend_latent(
         constants,
         tiles.decode,
     )
-    launch_merge(partial_out, partial_lse, query_start, row_splits, None, out, lse)
-    if prefill_items is None:
-        return
-    launch_tile(
-        latent_prefill_kernel,
-        (*inputs, prefill_items, prefill_count, out, lse, *scalars, prefill_block),
-        constants,
-        tiles.prefill,
-    )
+    partials = (partial_out, partial_lse, query_start, row_splits)
+    if expanded is None:
+        launch_merge(*partials, None, out, lse)
+    if prefill_items is not None:
+        launch_tile(
+            latent_prefill_kernel,
+            (*inputs, prefill_items, prefill_count, out, lse, *scalars, prefill_block),
+            constants,
+            tiles.prefill,
+        )
+    if up is not None and expanded is not None:
+        launch_latent_merge(*partials, out, up, expanded)
 
 
 def latent_constants(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .attend_groups_cpu import attend_groups
@@ -33,6 +34,8 @@ def attend_latent(
     decode_query_len: int,
     prefill_block: int,
     latent_scale: Tensor | None = None,
+    up: Tensor | None = None,
+    expanded: Tensor | None = None,
 ) -> None:
     """CPU implementation of `ops.attend_latent`; see there for shapes.
 
@@ -63,3 +66,5 @@ def attend_latent(
         q_scale = scale * latent_scales(latent_scale, value_dim, q.shape[2])
     of_values = None if latent_scale is None else latent_scale[:1]
     attend_groups(q, groups, load, 1, q_scale, 0.0, None, query_start[-1], out, lse, of_values)
+    if up is not None and expanded is not None:
+        torch.bmm(out.transpose(0, 1), up.transpose(1, 2), out=expanded.transpose(0, 1))

@@ -197,7 +197,8 @@ attend_latent = define(
     "Tensor row_begin, Tensor row_end, Tensor row_chunk, Tensor row_splits, "
     "Tensor decode_items, Tensor decode_count, Tensor? prefill_items, Tensor? prefill_count, "
     "Tensor(a!) partial_out, Tensor(b!) partial_lse, Tensor(c!) out, Tensor(d!) lse, "
-    "float scale, int decode_query_len, int prefill_block, Tensor? latent_scale=None",
+    "float scale, int decode_query_len, int prefill_block, Tensor? latent_scale=None, "
+    "Tensor? up=None, Tensor(e!)? expanded=None",
 )
 """Attention over latents (MLA with W_UK and W_UV absorbed): one entry is K and V of every head.
 
@@ -208,6 +209,10 @@ Scores are scale * (q . entry). out [T, Hq, Dv] in q's dtype, partial_out
 `attend` without soft-cap and sinks: an empty range has out exactly 0 and lse -inf, both written,
 nothing is loaded for it, and entries outside visible ranges may be NaN. latent_scale [2] of an FP8
 pool as `latent_write` got it, with value_dim = Dv.
+
+With `up` [Hq, V, Dv], W_UV of each head, values are expanded too: expanded [T, Hq, V] = out of a
+head, rounded to q's dtype, times its `up` transposed; exactly 0 where out is. Both have any outer
+strides. `out` and `lse` are then memory to work in, without a meaning.
 """
 
 greedy = define("greedy", "Tensor logits, Tensor(a!) sampled")

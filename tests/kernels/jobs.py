@@ -26,7 +26,7 @@ ELEMENTS = {
     *("q_ptr", "k_ptr", "v_ptr", "k_pool_ptr", "v_pool_ptr", "out_ptr"),
     *("latent_ptr", "pool_ptr", "cos_ptr", "sin_ptr", "q_weight_ptr", "k_weight_ptr"),
     *("x_ptr", "residual_ptr", "x_weight_ptr", "weight_ptr", "normed_ptr", "summed_ptr"),
-    *("gate_ptr", "up_ptr"),
+    *("gate_ptr", "up_ptr", "expanded_ptr"),
 }
 SCALES = {"k_scale_ptr", "v_scale_ptr", "scale_ptr"}
 FLOATS = {"partial_out_ptr", "partial_lse_ptr", "lse_ptr", "sinks_ptr", *SCALES}
@@ -59,6 +59,7 @@ def job_of(
             types.setdefault(name, f"*{element}")
     constants = dict(constants)
     warps = constants.pop("num_warps", tile.num_warps if tile else 4)
+    stages = constants.pop("num_stages", tile.num_stages if tile else 3)
     fusion = constants.pop("enable_fp_fusion", True)
     names = inspect.signature(kernel.fn).parameters.keys() - constants.keys()
     return Job(
@@ -68,7 +69,7 @@ def job_of(
         {name: types[name] for name in sorted(names) if name in types},
         constants,
         warps,
-        tile.num_stages if tile else 3,
+        stages,
         fusion,
     )
 
