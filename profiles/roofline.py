@@ -71,7 +71,7 @@ class Sizes:
 
 def sizes(model: Any) -> Sizes:
     """Of a transformers causal LM, or of a torch module that meets the step contract."""
-    step_model = adapt(model)
+    step_model = adapt(model, fuse=False)
     find_head = getattr(model, "get_output_embeddings", lambda: getattr(model, "head", None))
     config = getattr(model, "config", None)
     used = getattr(config, "num_experts_per_tok", None) or 1

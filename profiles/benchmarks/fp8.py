@@ -68,7 +68,7 @@ def measure(setting: Setting) -> Iterator[Record]:
     new_tokens = setting.size(32, 4)
     text, *prompts = setting.encoded([TEXT, *QUESTIONS])
     yield from compare(
-        Workload("smollm2", adapt(setting.smollm2), text, prompts, prompts, new_tokens)
+        Workload("smollm2", adapt(setting.smollm2, fuse=False), text, prompts, prompts, new_tokens)
     )
     text, *prompts = held_out_prompts(setting.size(9, 3), setting.size(256, 64))
     prompts = [prompt[:48] for prompt in prompts]
@@ -76,7 +76,7 @@ def measure(setting: Setting) -> Iterator[Record]:
     yield from compare(
         Workload(
             "miniature",
-            adapt(setting.miniature),
+            adapt(setting.miniature, fuse=False),
             text,
             prompts[:half],
             prompts[half:],
