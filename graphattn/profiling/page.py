@@ -32,6 +32,7 @@ table { border-collapse: collapse; width: 100%; }
 th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid #eee; }
 th { color: #666; font-weight: 600; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
+table.bars td:first-child { width: 200px; }
 td.wide { width: 700px; }
 td.name { max-width: 520px; overflow: hidden; text-overflow: ellipsis; white-space: nowrap;
   font-family: ui-monospace, monospace; font-size: 13px; }
@@ -106,7 +107,7 @@ def _stages(report: ProfileReport) -> str:
         for stage, ns in stages.items()
     ]
     rows.append(f"<tr><td><b>all replayed nodes</b></td><td></td>{_numbers(total, total)}</tr>")
-    return _table(("stage", "", "GPU time", "share"), rows)
+    return _table(("stage", "", "GPU time", "share"), rows, "bars")
 
 
 def _layers(report: ProfileReport) -> str:
@@ -128,7 +129,7 @@ def _layers(report: ProfileReport) -> str:
         for (stage, layer), parts in layers.items()
     ]
     keys = "".join(_key(colours[name], name) for name in names)
-    return f"<p>{keys}</p>{_table(('layer', '', 'GPU time', 'share'), rows)}"
+    return f"<p>{keys}</p>{_table(('layer', '', 'GPU time', 'share'), rows, 'bars')}"
 
 
 def _idle(report: ProfileReport, profile: Profile, replays: Sequence[Replay]) -> str:
@@ -208,6 +209,6 @@ def _row(cells: Iterable[str]) -> str:
     return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
 
-def _table(heads: Sequence[str], rows: Sequence[str]) -> str:
+def _table(heads: Sequence[str], rows: Sequence[str], kind: str = "") -> str:
     cells = (f"<th{' class=text' if head == 'in' else ''}>{escape(head)}</th>" for head in heads)
-    return f"<table><tr>{''.join(cells)}</tr>{''.join(rows)}</table>"
+    return f"<table class='{kind}'><tr>{''.join(cells)}</tr>{''.join(rows)}</table>"
