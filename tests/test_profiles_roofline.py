@@ -1,5 +1,6 @@
 """Bytes and operations of the formulas, counted another way."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 from graphattn import AttentionLayer
+from graphattn.planner.capacity import Load
+from graphattn.planner.model import read_model
+from graphattn.planner.shard import Shard
+from graphattn.planner.work import Step
+from graphattn.planner.work import step_work as planned_work
 from profiles import roofline
 from profiles.peaks import Peaks, measure_peaks
 from profiles.roofline import Matrix, Work, achieved, attention_work, sizes, step_work
@@ -119,3 +125,21 @@ def test_peaks_are_measured() -> None:
     assert peaks.dtype == "float32"
     assert 1e7 < peaks.copy_bytes_per_s < 1e13
     assert 1e7 < peaks.matmul_ops_per_s < 1e16
+
+
+def test_the_planner_counts_the_same_from_the_configuration_alone(tmp_path: Path) -> None:
+    """Two counts of one step: from the modules here, from config.json there."""
+    model, lengths = tiny_llama(), [40] * 3
+    model.config.save_pretrained(tmp_path)
+    ours = step_work(sizes(model), lengths)
+    load = Load(context=lengths[0], output=0, max_batch=3, kv_bytes=4)
+    step = Step(rows=3, places=3, prompt=0)
+    theirs = planned_work(read_model(str(tmp_path)), Shard(tp=1, dcp=1), 0, load, step)
+    linear = theirs.linear_operations + theirs.other_operations
+    assert (theirs.sent_bytes, theirs.messages) == (0, 0)
+    assert theirs.decode_operations == ours["attention"].operations
+    layer = sizes(model).layers[0]
+    read = len(sizes(model).layers) * sum(lengths) * layer.entry_values * 4
+    assert theirs.kv_bytes == read < ours["attention"].bytes  # which has q and out as well
+    norms = 2 * 3 * sum(p.numel() for p in model.parameters() if p.dim() == 1)
+    assert linear - ours["linears"].operations in range(norms + 1)  # which it counts as products
