@@ -28,10 +28,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
+from importlib import import_module
 from types import TracebackType
 from typing import Any, TypeVar, TypeVarTuple
 
-import nvtx
 from torch._C._autograd import _profiler_enabled
 from torch._C._profiler import _RecordFunctionFast
 
@@ -43,13 +43,18 @@ T = TypeVar("T")
 
 @cache
 def _domain() -> Any:
+    """None without the package: a machine with no more than torch and triton runs all the same."""
+    try:
+        nvtx = import_module("nvtx")
+    except ImportError:
+        return None
     return nvtx.get_domain(DOMAIN)
 
 
 @cache
 def enabled() -> bool:
     """Whether an NVTX tool listens."""
-    return type(_domain()).__name__ != "DummyDomain"
+    return type(_domain()).__name__ not in ("DummyDomain", "NoneType")
 
 
 def listening() -> bool:

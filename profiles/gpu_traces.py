@@ -28,6 +28,7 @@ def traces(place: Place, folder: Path) -> list[Record]:
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (not place.dry)
     with profile(activities=activities) as profiler:
         decode(place)
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / "trace.json.gz"
     profiler.export_chrome_trace(str(file))
     if place.dry:

@@ -1,5 +1,7 @@
 """Ranges are free without a tool, and reach one that listens."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,16 @@ def test_the_profiler_of_torch_sees_names_and_nesting() -> None:
     assert parents["graphattn/named"].name == "graphattn/inner"
     assert parents["graphattn/inner"].name == "graphattn/outer"
     assert parents["graphattn/outer"] is parents["graphattn/failing"] is None
+
+
+def test_without_the_package_nobody_listens_and_everything_runs() -> None:
+    script = """
+import sys
+sys.modules["nvtx"] = None
+from graphattn._capture import nvtx_ranges
+assert not nvtx_ranges.enabled() and not nvtx_ranges.listening()
+with nvtx_ranges.scope("outer"):
+    nvtx_ranges.count("rows", 7)
+assert nvtx_ranges.within("named", len)([1, 2]) == 2
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
