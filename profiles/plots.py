@@ -18,7 +18,7 @@ from matplotlib.ticker import FixedLocator, LogLocator, NullLocator, ScalarForma
 from profiles.record import RESULTS, Record, latest
 
 OURS, THEIRS, LEAST, *OTHERS = "#1f6f8b", "#d1495b", "#8d8d8d", "#e8a33d", "#66a182", "#7a5195"
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "font.size": 9,
     "axes.spines.top": False,
     "axes.spines.right": False,

@@ -27,7 +27,7 @@ from torch import Tensor
 import graphattn
 from graphattn.errors import UnsupportedModelError
 from graphattn.models import adapt
-from graphattn.models.contract import AttentionLayer, StepModel, StepSlots
+from graphattn.models.contract import AttentionLayer, Rotation, StepModel, StepSlots
 from graphattn.models.scaled import ScaledModel
 from profiles.miniature.text import held_out_prompts
 from profiles.record import Record
@@ -139,6 +139,18 @@ class DenseStep:
         exact, held = (x.unsqueeze(1) for x in (latent, self._held(latent, scale)))
         dv = spec.value_dim
         return self._attend(spec, q, (exact, exact[..., :dv]), (held, held[..., :dv]))
+
+    def attend_rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation
+    ) -> Tensor:
+        """None: models that run their own operations, `adapt(model, fuse=False)`."""
+        raise UnsupportedModelError("a dense step has no fused operations")
+
+    def attend_latent_rotated(
+        self, layer: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
+    ) -> Tensor:
+        """See `attend_rotated`."""
+        raise UnsupportedModelError("a dense step has no fused operations")
 
     def _held(self, values: Tensor, scale: Tensor | None) -> Tensor:
         if self._kv_dtype != FP8:

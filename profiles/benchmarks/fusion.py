@@ -12,8 +12,9 @@ from typing import Any
 import graphattn
 from graphattn.layer_nodes import layer_nodes
 from profiles.interleave import Pairs, in_turn
+from profiles.record import Record
 from profiles.roofline import sizes, step_work
-from profiles.setting import Record, Setting
+from profiles.setting import Setting
 from profiles.workloads import DECODE_1, DECODE_8, DRY, Workload
 
 
