@@ -2,7 +2,7 @@
 
 Exit codes: 0 success, 1 the demo found a difference, or the audit or the report of a profile
 something, 2 a wrong argument or a missing piece, with one line on stderr that says what to do, 130
-interrupted.
+interrupted, 141 nobody read on.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # `| head` has seen enough; what Python still flushes goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -91,7 +91,7 @@ measure options 180 checks
 part tests 240 checks "$python" -m pytest -m gpu -q --no-header \
   --continue-on-collection-errors tests
 measure attention 150 numbers
-measure memory 120 checks "${sanitizer[@]}"
+measure memory 180 checks "${sanitizer[@]}"
 measure step 90 numbers
 part tune 240 numbers "$python" -m profiles.tune "${dry[@]}" --seconds 220 --out "$out/tiles.py"
 measure traces 60 numbers

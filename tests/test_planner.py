@@ -328,3 +328,15 @@ found = {{"torch", "numpy", "transformers", "triton"}} & set(sys.modules)
 sys.exit(f"imported {{found}}" if found else code)
 """
     subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = [sys.executable, "-m", "graphattn", *R1.split(), "--context", "2048"]
+    with subprocess.Popen(
+        [*command, "--output", "1024"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
