@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +46,8 @@ class PackedWeights:
     """
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
-        self._weights = {_key(w.detach()): w for w in weights if _packable(w)}  # by their start
+        # by where they start, and width
+        self._weights = {_key(w.detach()): w for w in weights if _packable(w)}
         self._packs: dict[tuple[int, ...], PackedLinear] = {}
 
     @property
@@ -57,9 +57,18 @@ class PackedWeights:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of the packed copies when linears use all weights that can be packed, also those
-        that are packed with others only."""
-        return sum(weight.nbytes for weight in self._weights.values())
+        """Bytes of the packed copies when linears use all weights that can be packed, small ones
+        together with their neighbours."""
+        runs: list[list[Tensor]] = []
+        end = None
+        for key, weight in sorted(self._weights.items()):
+            if key != end:
+                runs.append([])
+            runs[-1].append(weight)
+            storage, offset, width = key
+            end = (storage, offset + weight.numel(), width)
+        large = [run for run in runs if sum(w.numel() for w in run) >= MIN_ELEMENTS]
+        return sum(weight.nbytes for run in large for weight in run)
 
     def match(self, op: Op, recording: Recording) -> ConstantLinear | None:
         """The operation as a linear over one of the weights, or None."""
@@ -189,5 +198,5 @@ def _sample(weight: Tensor) -> Tensor:
     return flat[:: flat.numel() // SAMPLED + 1]
 
 
-def _key(weight: Tensor) -> Any:
-    return weight.untyped_storage()._cdata, weight.storage_offset(), weight.shape[1]
+def _key(weight: Tensor) -> tuple[int, int, int]:
+    return weight.untyped_storage()._cdata, int(weight.storage_offset()), weight.shape[1]

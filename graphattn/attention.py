@@ -17,18 +17,9 @@ from graphattn.errors import UnsupportedModelError
 from graphattn.foreign.calling import attend_by
 from graphattn.foreign.contract import ForeignAttention
 from graphattn.kernels import ops
-from graphattn.kernels.tiles import (
-    MAX_HEAD_DIM,
-    MAX_LATENT_HEADS,
-    MAX_LATENT_ROPE_DIM,
-    MAX_LATENT_VALUE_DIM,
-    AttentionTiles,
-    arch_of,
-    attention_tiles,
-    latent_tiles,
-)
+from graphattn.kernels.tiles import AttentionTiles, arch_of, attention_tiles, latent_tiles
 from graphattn.metadata import StepMetadata, WorkShape, window_groups
-from graphattn.models.contract import AttentionLayer, Rotation
+from graphattn.models.contract import AttentionLayer, LowRank, Rotation
 from graphattn.pages import KVPools
 from graphattn.work import AttentionWork, in_schema_order
 
@@ -113,62 +104,6 @@ def partial_traffic(
     """
     partials = 2 * 4 * decode_query_len * layer.num_q_heads * (layer.out_dim + 1)
     return partials / (chunk * layer.entry_values * kv_dtype.itemsize)
-
-
-def check_layers(layers: Sequence[AttentionLayer]) -> None:
-    """Raise `UnsupportedModelError` for a geometry that the kernels do not cover."""
-    if not layers:
-        raise UnsupportedModelError("the model has no attention layer: nothing to serve")
-    for i, x in enumerate(layers):
-        if x.value_dim:
-            _check_latent(i, x)
-            continue
-        if x.num_q_heads % x.num_kv_heads or not 1 <= x.num_q_heads // x.num_kv_heads <= 16:
-            raise UnsupportedModelError(
-                f"layer {i}: {x.num_q_heads} query heads on {x.num_kv_heads} KV heads; "
-                "supported are 1 to 16 query heads per KV head"
-            )
-        if not 1 <= x.head_dim <= MAX_HEAD_DIM:
-            raise UnsupportedModelError(
-                f"layer {i}: head size {x.head_dim}; supported: 1 to {MAX_HEAD_DIM}"
-            )
-        _check_scale(i, "k_scale", x.k_scale, (1, x.num_kv_heads))
-        _check_scale(i, "v_scale", x.v_scale, (1, x.num_kv_heads))
-        _check_scale(i, "latent_scale", x.latent_scale, ())
-
-
-def _check_latent(index: int, layer: AttentionLayer) -> None:
-    name = f"layer {index}: latent attention"
-    if not 1 <= layer.num_q_heads <= MAX_LATENT_HEADS or layer.num_kv_heads != 1:
-        raise UnsupportedModelError(
-            f"{name} of {layer.num_q_heads} query heads on {layer.num_kv_heads} latents; "
-            f"supported are 1 to {MAX_LATENT_HEADS} heads on one"
-        )
-    rope_dim = layer.head_dim - layer.value_dim
-    if layer.value_dim > MAX_LATENT_VALUE_DIM or not 1 <= rope_dim <= MAX_LATENT_ROPE_DIM:
-        raise UnsupportedModelError(
-            f"{name} with latents of {layer.value_dim} + {rope_dim} values; supported are 1 to "
-            f"{MAX_LATENT_VALUE_DIM} that are key and value, and 1 to {MAX_LATENT_ROPE_DIM} that "
-            "are key only"
-        )
-    if layer.softcap or layer.sinks is not None:
-        raise UnsupportedModelError(f"{name} with a soft-cap or sinks is not supported")
-    _check_scale(index, "k_scale", layer.k_scale, ())
-    _check_scale(index, "v_scale", layer.v_scale, ())
-    _check_scale(index, "latent_scale", layer.latent_scale, (2,))
-
-
-def _check_scale(index: int, name: str, scale: Tensor | None, sizes: tuple[int, ...]) -> None:
-    """`sizes`: of a scale that the layer may have."""
-    if scale is None:
-        return
-    fits = scale.dim() == 1 and scale.shape[0] in sizes and scale.is_contiguous()
-    if not fits or scale.dtype != torch.float32:
-        wanted = " or ".join(f"[{size}]" for size in sorted(set(sizes))) or "None"
-        raise UnsupportedModelError(
-            f"layer {index}: {name} of {scale.dtype} {list(scale.shape)}; "
-            f"wanted {wanted} of contiguous float32 values, or none"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,42 +214,52 @@ class Attention:
 
         return self._over_ranks(layer, q, write, steps, mixed=mixed, latent=True)
 
-    def attend_latent_rotated(
+    def write_latent(
         self,
         layer: int,
-        q: Tensor,
-        q_rope: Tensor,
         latent: Tensor,
         rotation: Rotation,
+        query: LowRank | None,
         steps: Sequence[StepMetadata],
-        *,
-        mixed: bool,
+    ) -> None:
+        """See `ModelStep.write_latent`; `steps` as of `attend`."""
+        for shard, step in zip(self.shards, steps, strict=True):
+            pools, scales = self._pools(shard, layer)
+            rotation.write_latent(latent, step.kv_slot, *pools, *scales, query)
+            query = None  # is normed
+
+    def attend_written(
+        self, layer: int, q: Tensor, up: Tensor, steps: Sequence[StepMetadata], *, mixed: bool
     ) -> Tensor:
-        """See `ModelStep.attend_latent_rotated`; `steps` and `mixed` as of `attend`."""
-        rotated = q[..., self.layers[layer].value_dim :]
-
-        def write(place: Tensor, pools: Sequence[Tensor], scales: Sequence[Tensor | None]) -> None:
-            rotation.write_latent(q_rope, latent, place, rotated, *pools, *scales)
-
-        return self._over_ranks(layer, q, write, steps, mixed=mixed, latent=True)
+        """See `ModelStep.attend_written`; `steps` and `mixed` as of `attend`."""
+        values = q.new_empty(len(q), *up.shape[:2])
+        if self.parallel is None and not self._foreign(mixed):  # as the splits are merged
+            self._attend(self.shards[0], layer, q, steps[0], None, mixed, (up, values))
+            return values
+        averages = self._over_ranks(layer, q, None, steps, mixed=mixed, latent=True)
+        out = values.transpose(0, 1)
+        torch.bmm(averages.transpose(0, 1), up.transpose(1, 2), out=out)
+        return values
 
     def _over_ranks(
         self,
         layer: int,
         q: Tensor,
-        write: Write,
+        write: Write | None,
         steps: Sequence[StepMetadata],
         *,
         mixed: bool,
         latent: bool = False,
     ) -> Tensor:
-        """Write on every rank, then attention over their shards. `write` may also finish `q`."""
+        """Write on every rank, if that is to be done, then attention over their shards. `write` may
+        also finish `q`."""
         spec = self.layers[layer]
         if latent != bool(spec.value_dim):
             kind, call = ("latent", "attend_latent") if spec.value_dim else ("not latent", "attend")
             raise UnsupportedModelError(f"layer {layer} is {kind}: its model calls {call}")
         for shard, step in zip(self.shards, steps, strict=True):
-            write(step.kv_slot, *self._pools(shard, layer))
+            if write is not None:
+                write(step.kv_slot, *self._pools(shard, layer))
         if self.parallel is None:
             return self._attend(self.shards[0], layer, q, steps[0], spec.sinks, mixed)[0]
         sharded = self.parallel.heads_sharded(q, spec)
@@ -325,6 +270,10 @@ class Attention:
         ]
         outs, lses = zip(*parts, strict=True)
         return self.parallel.combine(outs, lses, spec.sinks, sharded=sharded)
+
+    def _foreign(self, mixed: bool) -> bool:
+        """Whether a kernel of others attends in such a step."""
+        return self.kernel is not None and (self.kernel.capabilities.prefill or not mixed)
 
     def _pools(self, shard: Shard, layer: int) -> LayerPools:
         spec = self.layers[layer]
@@ -363,8 +312,10 @@ class Attention:
         step: StepMetadata,
         sinks: Tensor | None,
         mixed: bool,
+        expansion: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Attention over one shard: out [T, Hq, Dv] and lse [T, Hq]."""
+        """Attention over one shard: out [T, Hq, Dv] and lse [T, Hq], which with an `expansion` of
+        latents, W_UV and the result, say nothing."""
         spec, space = self.layers[layer], shard.workspace
         work = self.work(layer, step, mixed=mixed)
         self.epoch.check(layer, {"kv_slot": step.kv_slot} | work.derived())
@@ -382,12 +333,13 @@ class Attention:
         )
         limits = (work.decode_query_len, work.prefill_block)
         pools, scales = self._pools(shard, layer)
-        if self.kernel is not None and (self.kernel.capabilities.prefill or not mixed):
+        if self.kernel is not None and self._foreign(mixed):
             values = None if spec.value_dim else pools[1]
             attend_by(self.kernel, q, pools[0], values, work, replace(spec, sinks=sinks), out, lse)
         elif spec.value_dim:
-            ops.attend_latent(q, *pools, *rows, *results, spec.scale, *limits, *scales)
+            options = (spec.scale, *limits, *scales, *(expansion or ()))
+            ops.attend_latent(q, *pools, *rows, *results, *options)
         else:
-            options = (spec.scale, spec.softcap)
-            ops.attend(q, *pools, *rows, sinks, *results, *options, *limits, *scales)
+            options = (spec.scale, spec.softcap, *limits, *scales)
+            ops.attend(q, *pools, *rows, sinks, *results, *options)
         return out, lse

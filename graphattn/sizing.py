@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from graphattn.arguments import FP8
-from graphattn.attention import check_layers
 from graphattn.bounds import Bounds, tokens_in_shard
 from graphattn.config import (
     CPU_MEMORY_BUDGET,
@@ -25,6 +24,7 @@ from graphattn.draft import Drafter, Speculation
 from graphattn.errors import UnsupportedModelError, wrong
 from graphattn.foreign.contract import ForeignAttention, check_kernel
 from graphattn.groups import Group
+from graphattn.layer_checks import check_layers
 from graphattn.memory import StepMemory
 from graphattn.models.contract import SlotTensor, StepModel, slot_tensors
 from graphattn.pages import page_bytes

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from graphattn._capture.poison import poison
 from graphattn.arguments import FP8, INT32, Arguments, Strides
-from graphattn.attention import check_layers
 from graphattn.bounds import Bounds
 from graphattn.dcp import DCP
 from graphattn.errors import wrong
@@ -22,6 +21,7 @@ from graphattn.foreign.contract import ForeignAttention, check_kernel
 from graphattn.given import Pools, check_dcp, check_page_table, given_pools
 from graphattn.groups import Group
 from graphattn.kernels import ops
+from graphattn.layer_checks import check_layers
 from graphattn.memory import ModelMemory
 from graphattn.metadata import StepMetadata, StepRows
 from graphattn.models.contract import AttentionLayer

@@ -12,7 +12,7 @@ from graphattn._capture import nvtx_ranges
 from graphattn.attention import Attention
 from graphattn.errors import UnsupportedModelError
 from graphattn.metadata import StepMetadata
-from graphattn.models.contract import Rotation
+from graphattn.models.contract import LowRank, Rotation
 from graphattn.slots import SlotMemory, StepSlots
 
 
@@ -80,14 +80,16 @@ class ModelStep:
                 layer, q, k, v, rotation, self._shards, mixed=self._mixed
             )
 
-    def attend_latent_rotated(
-        self, layer: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
-    ) -> Tensor:
-        """Norm, rotate and write the latents, attend; see the contract."""
+    def write_latent(
+        self, layer: int, latent: Tensor, rotation: Rotation, query: LowRank | None
+    ) -> None:
+        """Norm, rotate and write the latents; see the contract."""
+        self._attention.write_latent(layer, latent, rotation, query, self._shards)
+
+    def attend_written(self, layer: int, q: Tensor, up: Tensor) -> Tensor:
+        """Attend over written latents, apply W_UV; see the contract."""
         with _range(f"attend_latent.{layer}"):
-            return self._attention.attend_latent_rotated(
-                layer, q, q_rope, latent, rotation, self._shards, mixed=self._mixed
-            )
+            return self._attention.attend_written(layer, q, up, self._shards, mixed=self._mixed)
 
 
 def _range(name: str) -> AbstractContextManager[None]:

@@ -38,6 +38,7 @@ FLOW = [
     "foreign",
     "prefix",
     "pages",
+    "layer_checks",
     "attention",
     "ring",
     "sample",

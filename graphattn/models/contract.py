@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, device, dtype
@@ -57,10 +57,18 @@ class AttentionLayer:
         return self.head_dim if self.value_dim else 2 * self.num_kv_heads * self.head_dim
 
 
+class LowRank(NamedTuple):
+    """The low-rank half of latent attention's queries, and where its norm goes."""
+
+    x: Tensor  # [T, rank]
+    weight: Tensor  # [rank]
+    normed: Tensor  # [T, rank]
+
+
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """What becomes of heads between their projection and attention, as one operation with the
-    write of K and V. `fused_ops.rope_write` and `fused_ops.latent_rope_write` say what is what.
+    """What becomes of heads, or of latents, between projection and attention, in one operation with
+    their write: see `fused_ops.rope_write` and `fused_ops.latent_norm_write`.
 
     `k_weight` of a latent is that of its norm, of the part that is key and value.
     """
@@ -94,17 +102,22 @@ class Rotation:
 
     def write_latent(
         self,
-        q_rope: Tensor,
         latent: Tensor,
         kv_slot: Tensor,
-        q_out: Tensor,
         pool: Tensor,
         scale: Tensor | None = None,
+        query: LowRank | None = None,
     ) -> None:
-        """Rotated parts of queries to `q_out`, finished latents to the pool."""
+        """Finished latents to the pool; the norm of `query` along the way."""
         turn = (self.cos, self.sin, self.k_weight)
         kind = (self.eps, self.style, self.pairs_in, self.pairs_out)
-        fused_ops.latent_rope_write(q_rope, latent, *turn, kv_slot, q_out, pool, scale, *kind)
+        rows = query or (None, None, None)
+        fused_ops.latent_norm_write(*rows, latent, *turn, kv_slot, pool, scale, *kind)
+
+    def absorb(self, q: Tensor, up: Tensor, absorbed: Tensor) -> None:
+        """Queries in the space of the latents; see `fused_ops.absorb_query`."""
+        kind = (self.pairs_in, self.pairs_out)
+        fused_ops.absorb_query(q, up, self.cos, self.sin, absorbed, *kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +222,16 @@ class ModelStep(Protocol):
         one operation with the write. Shapes as of `attend`, any strides of tokens and heads."""
         ...
 
-    def attend_latent_rotated(
-        self, layer: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
-    ) -> Tensor:
-        """`attend_latent` of latents as they were projected.
+    def write_latent(
+        self, layer: int, latent: Tensor, rotation: Rotation, query: LowRank | None
+    ) -> None:
+        """Norm, rotate and write latents [T, head_dim] as they were projected; norm `query`."""
+        ...
 
-        q [T, num_q_heads, head_dim], whose first value_dim values are made; the others are written
-        here, from q_rope [T, num_q_heads, head_dim - value_dim]. latent [T, head_dim], not yet
-        normed and rotated.
+    def attend_written(self, layer: int, q: Tensor, up: Tensor) -> Tensor:
+        """`attend_latent` after `write_latent`, and W_UV, `up` [num_q_heads, V, value_dim].
+
+        Returns [T, num_q_heads, V].
         """
         ...
 

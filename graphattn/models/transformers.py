@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from graphattn._capture.compiled import compiler_of, plain, uncompiled
 from graphattn.errors import UnsupportedModelError
-from graphattn.models.contract import AttentionLayer, ModelStep, Rotation
+from graphattn.models.contract import AttentionLayer, LowRank, ModelStep, Rotation
 from graphattn.models.fusion import Fusion
 from graphattn.models.fusion import fuse as fuse_tree
 from graphattn.models.fusion.rehearsal import Rehearsal
@@ -163,12 +163,15 @@ class Runner:
         _follow_sinks(observed, sinks)
         return self.step.attend_rotated(layer, q, k, v, rotation)
 
-    def attend_latent_rotated(
-        self, layer_idx: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
-    ) -> Tensor:
+    def write_latent(
+        self, layer_idx: int, latent: Tensor, rotation: Rotation, query: LowRank | None
+    ) -> None:
         """See `Caller`."""
-        layer, _ = self.expected[layer_idx]
-        return self.step.attend_latent_rotated(layer, q, q_rope, latent, rotation)
+        self.step.write_latent(self.expected[layer_idx][0], latent, rotation, query)
+
+    def attend_written(self, layer_idx: int, q: Tensor, up: Tensor) -> Tensor:
+        """See `Caller`."""
+        return self.step.attend_written(self.expected[layer_idx][0], q, up)
 
 
 def _follow_sinks(observed: ObservedLayer, sinks: Tensor | None) -> None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from graphattn.errors import UnsupportedModelError
-from graphattn.models.contract import Rotation
+from graphattn.models.contract import LowRank, Rotation
 from graphattn.models.transformers_latent import absorbed, expanded, is_latent
 
 OBSERVE, RUN = "graphattn_observe", "graphattn"
@@ -74,10 +74,14 @@ class Caller(Protocol):
         """Of a fused attention; see `ModelStep.attend_rotated`."""
         ...
 
-    def attend_latent_rotated(
-        self, layer_idx: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
-    ) -> Tensor:
-        """Of a fused latent attention; see `ModelStep.attend_latent_rotated`."""
+    def write_latent(
+        self, layer_idx: int, latent: Tensor, rotation: Rotation, query: LowRank | None
+    ) -> None:
+        """Of a fused latent attention; see `ModelStep.write_latent`."""
+        ...
+
+    def attend_written(self, layer_idx: int, q: Tensor, up: Tensor) -> Tensor:
+        """Of a fused latent attention; see `ModelStep.attend_written`."""
         ...
 
 

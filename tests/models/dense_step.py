@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphattn.errors import UnsupportedModelError
-from graphattn.models.contract import AttentionLayer, Rotation, StepSlots
+from graphattn.models.contract import AttentionLayer, LowRank, Rotation, StepSlots
 
 
 class DenseStep:
@@ -38,13 +38,15 @@ class DenseStep:
         rotation.write(q, k, v, self.positions, rotated, pools[0], pools[1])
         return self.attend(layer, rotated, *pools[:, 0].transpose(1, 2))
 
-    def attend_latent_rotated(
-        self, layer: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
-    ) -> Tensor:
-        pool = torch.empty(1, *latent.shape, dtype=q.dtype)
-        rotated = q[..., self.layers[layer].value_dim :]
-        rotation.write_latent(q_rope, latent, self.positions, rotated, pool)
-        return self.attend_latent(layer, q, pool[0])
+    def write_latent(
+        self, layer: int, latent: Tensor, rotation: Rotation, query: LowRank | None
+    ) -> None:
+        self.latents = torch.empty(1, *latent.shape, dtype=latent.dtype)
+        rotation.write_latent(latent, self.positions, self.latents, None, query)
+
+    def attend_written(self, layer: int, q: Tensor, up: Tensor) -> Tensor:
+        averages = self.attend_latent(layer, q, self.latents[0])
+        return torch.bmm(averages.transpose(0, 1), up.transpose(1, 2)).transpose(0, 1)
 
     @property
     def slots(self) -> StepSlots:

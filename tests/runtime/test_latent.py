@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from graphattn import DCP, CaptureError, UnsupportedModelError, VirtualGroup
-from graphattn.attention import check_layers, layer_tiles, partial_traffic
+from graphattn.attention import layer_tiles, partial_traffic
 from graphattn.bounds import Bounds, local_length
+from graphattn.layer_checks import check_layers
 from graphattn.models.contract import AttentionLayer, ModelStep
 from graphattn.pages import KVPools, page_bytes
 from tests.runtime.serving import make_engine, prompts, serve

@@ -1,5 +1,5 @@
-"""Latent attention (MLA): the projections of the hidden state in one product, and the norm of the
-latent, both rotations and the write in one operation."""
+"""Latent attention (MLA): projections of the hidden state in one product; norms, rotation of keys
+and write in one operation; W_UK and the rotation of queries in another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphattn.models.contract import Rotation
+from graphattn.models.contract import LowRank, Rotation
 from graphattn.models.fusion.joined import Joined
 from graphattn.models.fusion.matching import Inputs, UnfusedError, check_own, has, linears
 from graphattn.models.fusion.norms import Formula, formula_of
@@ -19,7 +19,7 @@ from graphattn.models.transformers_latent import is_latent, up_projections
 
 
 class LatentAttention:
-    """In place of a latent attention's forward. Products per head write where they are needed."""
+    """In place of a latent attention's forward."""
 
     def __init__(self, module: Any, joined: Joined, layout: Layout, formula: Formula) -> None:
         self.joined = joined
@@ -29,7 +29,9 @@ class LatentAttention:
     @property
     def bypassed(self) -> tuple[nn.Module, ...]:
         """Norms that are done along the way."""
-        return (self._module.kv_a_layernorm,)
+        module = self._module
+        lora = module.q_lora_rank is not None
+        return (module.kv_a_layernorm, *((module.q_a_layernorm,) if lora else ()))
 
     def __call__(
         self,
@@ -42,24 +44,21 @@ class LatentAttention:
         """[1, T, H] -> [1, T, H]"""
         module = self._module
         check_unchanged(module, self._scalars)
-        nope, rank, rope = module.qk_nope_head_dim, module.kv_lora_rank, module.qk_rope_head_dim
-        q, latent = self.joined(hidden_states)
-        if module.q_lora_rank is not None:
-            q = module.q_b_proj(module.q_a_layernorm(q))
-        q = q[0].unflatten(-1, (-1, nope + rope))
-        tokens, heads, _ = q.shape
-        up = up_projections(module, heads)  # [H, nope + v, rank]
-        absorbed = q.new_empty(tokens, heads, rank + rope)
-        into = absorbed[..., :rank].transpose(0, 1)
-        torch.bmm(q[..., :nope].transpose(0, 1), up[:, :nope], out=into)
         rotation = self._rotation(position_embeddings)
-        averages = graphattn_caller.attend_latent_rotated(
-            module.layer_idx, absorbed, q[..., nope:], latent[0], rotation
-        )
-        values = q.new_empty(tokens, heads, up.shape[1] - nope)
-        torch.bmm(
-            averages.transpose(0, 1), up[:, nope:].transpose(1, 2), out=values.transpose(0, 1)
-        )
+        q, latent = self.joined(hidden_states)
+        low_rank = None
+        if module.q_lora_rank is not None:
+            normed = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            low_rank = LowRank(q[0], module.q_a_layernorm.weight, normed[0])
+        graphattn_caller.write_latent(module.layer_idx, latent[0], rotation, low_rank)
+        if low_rank is not None:
+            q = module.q_b_proj(normed)
+        nope, width = module.qk_nope_head_dim, latent.shape[-1]
+        q = q[0].unflatten(-1, (-1, nope + module.qk_rope_head_dim))
+        up = up_projections(module, q.shape[1])  # [num_q_heads, nope + v, kv_lora_rank]
+        absorbed = q.new_empty(*q.shape[:2], width)
+        rotation.absorb(q, up[:, :nope], absorbed)
+        values = graphattn_caller.attend_written(module.layer_idx, absorbed, up[:, nope:])
         result: Tensor = module.o_proj(values.flatten(1).unsqueeze(0))
         return result, None
 
@@ -88,6 +87,8 @@ def latent_attention(module: Any, inputs: Inputs, dtype: torch.dtype) -> LatentA
     query = "q_a_proj" if lora else "q_proj"
     first = linears(module, [query, "kv_a_proj_with_mqa"])
     formula = formula_of(module.kv_a_layernorm, dtype)
+    if lora and formula_of(module.q_a_layernorm, dtype) != formula:
+        raise UnfusedError(f"{type(module).__name__} norms queries and latents differently")
     theirs = Rehearsal()
     want = inputs.call(module, graphattn_caller=theirs)[0]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from graphattn.errors import UnsupportedModelError
-from graphattn.models.contract import Rotation
+from graphattn.models.contract import LowRank, Rotation
 from graphattn.models.fusion.matching import Inputs, agree, noise
 from graphattn.models.transformers_calls import Call, Geometry
 
@@ -41,6 +41,7 @@ class Rehearsal:
 
     def __init__(self) -> None:
         self.heads: Heads
+        self._latents: Tensor
         self.geometry: Geometry
         self.sinks: Tensor | None = None
 
@@ -68,18 +69,21 @@ class Rehearsal:
         self.heads = Heads(q_out, *(pool[0].transpose(0, 1) for pool in pools))
         return self._answer(dim)
 
-    def attend_latent_rotated(
-        self, layer_idx: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
-    ) -> Tensor:
+    def write_latent(
+        self, layer_idx: int, latent: Tensor, rotation: Rotation, query: LowRank | None
+    ) -> None:
         """See `Caller`."""
-        tokens, width = latent.shape
-        pool = torch.zeros(1, tokens, width, dtype=q.dtype, device=q.device)
-        place = torch.arange(tokens, device=q.device)
-        value_dim = width - q_rope.shape[2]
-        rotation.write_latent(q_rope, latent, place, q[..., value_dim:], pool)
-        entries = pool[0].unsqueeze(1)
-        self.heads = Heads(q, entries, entries[..., :value_dim])
-        return self._answer(value_dim)
+        pool = torch.zeros(1, *latent.shape, dtype=latent.dtype, device=latent.device)
+        place = torch.arange(len(latent), device=latent.device)
+        rotation.write_latent(latent, place, pool, None, query)
+        self._latents = pool[0].unsqueeze(1)
+
+    def attend_written(self, layer_idx: int, q: Tensor, up: Tensor) -> Tensor:
+        """See `Caller`."""
+        value_dim = up.shape[2]
+        self.heads = Heads(q, self._latents, self._latents[..., :value_dim])
+        averages = self._answer(value_dim).transpose(0, 1)
+        return torch.bmm(averages, up.transpose(1, 2)).transpose(0, 1)
 
     def _answer(self, value_dim: int) -> Tensor:
         tokens, heads, _ = self.heads.q.shape
