@@ -50,6 +50,8 @@ class Job:
 class Compiled:
     """What one compiled kernel costs."""
 
+    arch: str
+    warps: int
     registers: int  # per thread
     stack: int  # bytes per thread; more than 0 means spills
     shared: int  # bytes per block
@@ -90,11 +92,12 @@ class Sass:
         """Opcode -> count in the shortest loop with at least half of the matrix instructions.
 
         The rest may be iterations peeled off; shorter loops are waits and branches laid out apart.
+        Empty where no loop has as many, as when it was unrolled.
         """
         bodies = [Counter(self.opcodes[loop]) for loop in self.loops]
         total = _matrix_instructions(Counter(self.opcodes))
         main = [b for b in bodies if b and 2 * _matrix_instructions(b) >= total > 0]
-        return min(main, key=Counter.total)
+        return min(main, key=Counter.total, default=Counter())
 
 
 def _matrix_instructions(count: Counter[str]) -> int:
@@ -172,6 +175,8 @@ def _compile(job: Job) -> Compiled:
     found = {key: int(n) for key, n in re.findall(r"\b(REG|STACK):(\d+)", usage)}
     matrix = _MATRIX.search(compiled.asm["ptx"])
     return Compiled(
+        arch=job.arch,
+        warps=job.num_warps,
         registers=found["REG"],
         stack=found["STACK"],
         shared=compiled.metadata.shared,

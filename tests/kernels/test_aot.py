@@ -2,54 +2,57 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from graphattn.kernels.tiles import latent_tiles
-from tests.aot import Job, compile_all
-from tests.kernels.budgets import BUDGETS, cost, key
-from tests.kernels.jobs import fp8_jobs, main_fp8_jobs, main_jobs, more_jobs
+from tests.aot import Compiled, Job, compile_all
+from tests.kernels.budget_page import BEGIN, END, PAGE, tables
+from tests.kernels.budgets import all_jobs, cost, excesses, key, load
+from tests.kernels.fused_jobs import main_fused_jobs
+from tests.kernels.jobs import main_fp8_jobs, main_jobs
+
+BUDGETS = load()
 
 
-def assert_within_budget(named: list[tuple[str, Job]]) -> None:
-    budgets = json.loads(BUDGETS.read_text())
-    over = []
-    for (name, job), compiled in zip(named, compile_all([job for _, job in named]), strict=True):
-        budget, got = budgets[key(name, job)], cost(name, compiled)
-        for what in ("registers", "stack", "shared"):
-            if got[what] > budget[what]:
-                over.append(f"{key(name, job)}: {what} {got[what]} > {budget[what]}")
-        if got.get("loop") != budget.get("loop"):
-            over.append(f"{key(name, job)}: inner loop {got['loop']}, not {budget['loop']}")
-        if job.kernel in ("decode_kernel", "prefill_kernel") and not compiled.matrix:
-            over.append(f"{key(name, job)}: no matrix instructions")
+def assert_within_budget(named: list[tuple[str, Job]], *, disassemble: bool = False) -> None:
+    compiled = compile_all([job for _, job in named])
+    found = {key(name, job.arch): c for (name, job), c in zip(named, compiled, strict=True)}
+    over = excesses(found, BUDGETS, disassemble=disassemble)
+    for (name, job), result in zip(named, compiled, strict=True):
+        if job.kernel in ("decode_kernel", "prefill_kernel") and not result.matrix:
+            over.append(f"{name} {job.arch}: no matrix instructions")
     assert not over, "\n".join(over)
 
 
+def is_latent(name: str) -> bool:
+    return name.startswith(("latent decode", "latent prefill"))
+
+
 def test_main_tiles_stay_within_their_budget() -> None:
-    assert_within_budget([*main_jobs(), *main_fp8_jobs()])
+    named = [*main_jobs(), *main_fp8_jobs(), *main_fused_jobs("sm_90")]
+    assert_within_budget([x for x in named if not is_latent(x[0])])
+    assert_within_budget([x for x in named if is_latent(x[0])], disassemble=True)
 
 
 @pytest.mark.slow
-def test_all_tiles_and_options_stay_within_their_budget() -> None:
-    assert_within_budget([*fp8_jobs(), *more_jobs()])
+def test_everything_stays_within_its_budget() -> None:
+    jobs = all_jobs()
+    assert jobs.keys() == BUDGETS.keys()
+    named = [(name.removesuffix(f" {job.arch}"), job) for name, job in jobs.items()]
+    assert_within_budget(named, disassemble=True)
 
 
 def test_no_tile_spills() -> None:
     """But for a few bytes of fp16 and fp32, which no tile table is tuned for."""
-    budgets = json.loads(BUDGETS.read_text())
-    spills = {
-        name: budget["stack"]
-        for name, budget in budgets.items()
-        if budget["stack"] and "loop" not in budget
-    }
+    spills = {n: b["stack"] for n, b in BUDGETS.items() if b["stack"] and not is_latent(n)}
     assert not [name for name in spills if "bf16" in name]
     assert all(stack <= 32 for stack in spills.values()), spills
 
 
-LATENTS = {n: b["loop"] for n, b in json.loads(BUDGETS.read_text()).items() if "loop" in b}
+LATENTS = {name: budget["loop"] for name, budget in BUDGETS.items() if is_latent(name)}
 
 
 @pytest.mark.parametrize("name", LATENTS)
@@ -77,8 +80,7 @@ def test_latent_tiles_of_gathered_heads_have_64_rows() -> None:
 def test_a_block_fits_the_smallest_multiprocessor_of_its_table() -> None:
     """227 KiB; 99 KiB for the sm_80 table, which serves sm_86, sm_89 and sm_120 too, but for
     latents in tiles of 32 rows, which it has for sm_80 itself: 163 KiB."""
-    budgets = json.loads(BUDGETS.read_text())
-    for name, budget in budgets.items():
+    for name, budget in BUDGETS.items():
         kib = 227
         if name.endswith("sm_80"):
             kib = 163 if name.startswith("latent") and " 32x" in name else 99
@@ -93,6 +95,37 @@ def test_a_block_fits_the_smallest_multiprocessor_of_its_table() -> None:
         dtype=torch.bfloat16,
     )
     assert small.decode.block_m == small.prefill.block_m == 16
+
+
+FITS = Compiled("sm_90", 4, registers=128, stack=0, shared=70_000, matrix="", cubin="")
+TABLE = {"some kernel sm_90": cost(FITS)}
+EXCESSES = {
+    "more registers": ({"registers": 130}, "registers 144 > 128"),
+    "spills": ({"stack": 8}, "stack 8 > 0"),
+    "more shared memory": ({"shared": 70_001}, "shared 70001 > 70000"),
+    "half the CTAs": ({"shared": 80_000}, "resident CTAs 2 < 3"),
+    "more warps": ({"warps": 8}, "resident CTAs 2 < 3"),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), EXCESSES.values(), ids=EXCESSES)
+def test_what_costs_more_is_named_with_the_command(change: dict[str, int], text: str) -> None:
+    over = excesses({"some kernel sm_90": replace(FITS, **change)}, TABLE)
+    assert f"some kernel sm_90: {text}" in over
+    assert "python -m tests.kernels.budgets" in over[-1]
+
+
+def test_what_costs_less_is_within_the_budget() -> None:
+    cheaper = replace(FITS, registers=100, shared=0)
+    assert not excesses({"some kernel sm_90": FITS}, TABLE)
+    assert not excesses({"some kernel sm_90": cheaper}, TABLE)
+
+
+def test_the_page_shows_the_table() -> None:
+    text = PAGE.read_text()
+    assert text.partition(BEGIN)[2].partition(END)[0] == tables(BUDGETS)
+    names = {name.rpartition(" ")[0] for name in BUDGETS}
+    assert all(f"| {name} |" in text for name in names)
 
 
 def test_the_compiler_names_what_is_wrong() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from graphattn.kernels import fused_ops
 from graphattn.kernels.gated_mul import gated_mul
 from graphattn.kernels.gated_mul_ref import gated_mul_ref
 from tests.kernels.fused_case import (
@@ -21,6 +20,8 @@ from tests.kernels.fused_case import (
     draw,
     each_implementation,
     roundoff,
+    run_cpu,
+    run_triton,
 )
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -49,12 +50,19 @@ def test_product_with_the_activation(dtype: torch.dtype, activation: str, run: R
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", [FP32, BF16, FP16], ids=str)
-def test_bit_for_bit_as_the_unfused_model(dtype: torch.dtype, activation: str) -> None:
-    gate, up = draw(2, 5, 40, dtype=dtype)
+@pytest.mark.parametrize(
+    ("run", "dtype"), [(run_cpu, FP32), (run_cpu, BF16), (run_cpu, FP16), (run_triton, FP16)]
+)
+def test_it_rounds_where_the_unfused_model_rounds(
+    run: Run, dtype: torch.dtype, activation: str
+) -> None:
+    """Bit for bit on the CPU. A kernel's exp differs, which shows in few places of fp16; without
+    the rounding of the activation they are a fourth."""
+    gate, up = draw(2, 5, 200, dtype=dtype)
     out = torch.empty_like(gate)
-    fused_ops.gated_mul(gate, up, out, activation)
-    assert torch.equal(out, ACTIVATIONS[activation](gate) * up)
+    run("gated_mul", gate, up, out, activation)
+    off = out != ACTIVATIONS[activation](gate) * up
+    assert off.double().mean() <= (0 if run is run_cpu else 0.02)
 
 
 @each_implementation
