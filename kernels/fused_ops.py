@@ -56,19 +56,6 @@ do all without cos and sin. q_out is written for every place and does not overla
 the pools as with `ops.kv_write`.
 """
 
-latent_rope_write = define(
-    "latent_rope_write",
-    "Tensor q, Tensor latent, Tensor cos, Tensor sin, Tensor weight, Tensor kv_slot, "
-    "Tensor(a!) q_out, Tensor(b!) pool, Tensor? latent_scale, "
-    "float eps, str style, bool pairs_in, bool pairs_out",
-)
-"""Rotate the rope part of Q; norm and rotate the latents, and write them into the pool.
-
-q, q_out [T, Hq, R], latent [T, C + R], weight [C]: the first C values of a latent are normed, its R
-others and q are rotated. q_out is written for every place and does not overlap `q`. Latents go to
-the pool [num_pages, page_size, C + R] as with `ops.latent_write`, value_dim = C.
-"""
-
 latent_norm_write = define(
     "latent_norm_write",
     "Tensor? q, Tensor? q_weight, Tensor(a!)? q_out, Tensor latent, Tensor cos, Tensor sin, "

@@ -15,14 +15,12 @@ from graphattn.kernels.absorb_query import absorb_query
 from graphattn.kernels.add_rms_norm import add_rms_norm
 from graphattn.kernels.gated_mul import gated_mul
 from graphattn.kernels.latent_norm_write import latent_norm_write
-from graphattn.kernels.latent_rope_write import latent_rope_write
 from graphattn.kernels.rope_write import rope_write
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # cpu: the interpreter
 TRITON = {
     "add_rms_norm": add_rms_norm,
     "rope_write": rope_write,
-    "latent_rope_write": latent_rope_write,
     "latent_norm_write": latent_norm_write,
     "absorb_query": absorb_query,
     "gated_mul": gated_mul,
