@@ -2,8 +2,11 @@
 
 import importlib
 import json
+import os
 import re
+import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +52,53 @@ def test_the_script_refuses_what_it_does_not_know(options: list[str], tmp_path: 
     assert done.returncode == 2
     assert "launch" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs the script with a python that only says how it was called; `paths` fails."""
+    for folder in ("profiles", "bin"):
+        (tmp_path / folder).mkdir()
+    script = Path(shutil.copy(SCRIPT, tmp_path / "profiles"))
+    python = tmp_path / "bin" / "python3"
+    python.write_text('#!/bin/sh\necho "ran $*"\ncase "$*" in *"gpu paths"*) exit 3 ;; esac\n')
+    python.chmod(0o755)
+    path = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+
+    def run(*options: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", script, "--dry", *options, tmp_path / "out"]
+        return subprocess.run(command, capture_output=True, text=True, env=os.environ | path)
+
+    return run
+
+
+def test_a_part_that_fails_stops_no_other(
+    stub: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = stub()
+    assert done.returncode == 1
+    said = re.findall(r"^(\w+): (passed|failed with 3) in", done.stdout, re.MULTILINE)
+    assert [part for part, _ in said] == parts_of_the_script()
+    assert [part for part, how in said if how != "passed"] == ["paths"]
+    checks = (tmp_path / "out" / "checks.txt").read_text()
+    numbers = (tmp_path / "out" / "numbers.txt").read_text()
+    assert re.findall(r"^== (\w+)", checks, re.MULTILINE) == ["paths", "options", "tests", "memory"]
+    assert "profiles.gpu launch --dry --out" in numbers
+    assert "profiles.tune --dry" in numbers
+
+
+def test_some_parts_add_to_what_is_there_and_a_spent_budget_is_said(
+    stub: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    numbers = tmp_path / "out" / "numbers.txt"
+    for _ in range(2):
+        assert stub("--only", "launch,step").returncode == 0
+    assert re.findall(r"^== (\w+)", numbers.read_text(), re.MULTILINE) == ["launch", "step"] * 2
+    done = stub("--budget", "5")
+    assert done.returncode == 1
+    skipped = re.findall(r"^(\w+): skipped, the budget is spent", done.stdout, re.MULTILINE)
+    assert skipped == parts_of_the_script()
+    assert not numbers.exists()
 
 
 @pytest.mark.slow
