@@ -224,8 +224,8 @@ class Attention:
     ) -> None:
         """See `ModelStep.write_latent`; `steps` as of `attend`."""
         for shard, step in zip(self.shards, steps, strict=True):
-            pools, scales = self._pools(shard, layer)
-            rotation.write_latent(latent, step.kv_slot, *pools, *scales, query)
+            (pool, *_), (scale, *_) = self._pools(shard, layer)
+            rotation.write_latent(latent, step.kv_slot, pool, scale, query)
             query = None  # is normed
 
     def attend_written(

@@ -205,7 +205,9 @@ def _layer_table(layers: Sequence[LayerNodes]) -> list[str]:
     alike: dict[tuple[int, ...], list[LayerNodes]] = {}
     for x in layers:
         alike.setdefault((x.nodes, x.unfused, x.experts), []).append(x)
-    rows = [("a layer on a GPU", "layers", "nodes", "unfused", "experts apart")]
+    rows: list[tuple[str, ...]] = [
+        ("a layer on a GPU", "layers", "nodes", "unfused", "experts apart")
+    ]
     rows += [
         (f"like layer {group[0].layer}", str(len(group)), *map(str, numbers))
         for numbers, group in alike.items()

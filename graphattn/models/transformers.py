@@ -158,7 +158,7 @@ class Runner:
         rotation: Rotation,
         sinks: Tensor | None,
     ) -> Tensor:
-        """See `Caller`."""
+        """See `FusedCaller`."""
         layer, observed = self.expected[layer_idx]
         _follow_sinks(observed, sinks)
         return self.step.attend_rotated(layer, q, k, v, rotation)
@@ -166,11 +166,11 @@ class Runner:
     def write_latent(
         self, layer_idx: int, latent: Tensor, rotation: Rotation, query: LowRank | None
     ) -> None:
-        """See `Caller`."""
+        """See `FusedCaller`."""
         self.step.write_latent(self.expected[layer_idx][0], latent, rotation, query)
 
     def attend_written(self, layer_idx: int, q: Tensor, up: Tensor) -> Tensor:
-        """See `Caller`."""
+        """See `FusedCaller`."""
         return self.step.attend_written(self.expected[layer_idx][0], q, up)
 
 
@@ -188,7 +188,7 @@ class Observer:
         self.calls: list[Call] = []
 
     def attend(self, call: Call) -> Tensor:
-        """See `Caller`."""
+        """See `FusedCaller`."""
         self.calls.append(call)
         geometry = call.geometry
         return call.q.new_zeros(call.q.shape[0], geometry.num_q_heads, geometry.value_dim)

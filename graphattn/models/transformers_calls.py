@@ -62,6 +62,10 @@ class Caller(Protocol):
         """[T, num_q_heads, value_dim]"""
         ...
 
+
+class FusedCaller(Caller, Protocol):
+    """Receives the calls of fused attentions too."""
+
     def attend_rotated(
         self,
         layer_idx: int,

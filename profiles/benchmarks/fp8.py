@@ -27,7 +27,7 @@ from torch import Tensor
 import graphattn
 from graphattn.errors import UnsupportedModelError
 from graphattn.models import adapt
-from graphattn.models.contract import AttentionLayer, Rotation, StepModel, StepSlots
+from graphattn.models.contract import AttentionLayer, LowRank, Rotation, StepModel, StepSlots
 from graphattn.models.scaled import ScaledModel
 from profiles.miniature.text import held_out_prompts
 from profiles.record import Record
@@ -146,10 +146,14 @@ class DenseStep:
         """None: models that run their own operations, `adapt(model, fuse=False)`."""
         raise UnsupportedModelError("a dense step has no fused operations")
 
-    def attend_latent_rotated(
-        self, layer: int, q: Tensor, q_rope: Tensor, latent: Tensor, rotation: Rotation
-    ) -> Tensor:
-        """See `attend_rotated`."""
+    def write_latent(
+        self, layer: int, latent: Tensor, rotation: Rotation, query: LowRank | None
+    ) -> None:
+        """None, likewise."""
+        raise UnsupportedModelError("a dense step has no fused operations")
+
+    def attend_written(self, layer: int, q: Tensor, up: Tensor) -> Tensor:
+        """None, likewise."""
         raise UnsupportedModelError("a dense step has no fused operations")
 
     def _held(self, values: Tensor, scale: Tensor | None) -> Tensor:

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import MtpModel
 
+import graphattn
 from graphattn.models.fusion.norms import Norm
+from graphattn.models.mtp import adapt_mtp
 from graphattn.models.transformers import TransformersModel, adapt
 from tests.models.dense_step import DenseStep
 from tests.models.families import FAMILIES, VOCAB, tiny
@@ -127,6 +130,15 @@ def _with_adapter(attention: Any, mlp: Any) -> None:
     attention.k_proj.__class__ = Adapted
 
 
+def _spread(attention: Any, mlp: Any) -> None:
+    """As tensor parallelism leaves it: a tensor of another class in the parameter's place."""
+
+    class Spread(nn.Parameter):
+        pass
+
+    mlp.up_proj.weight = Spread(mlp.up_proj.weight.detach())
+
+
 def _with_forward(attention: Any, mlp: Any) -> None:
     forward = mlp.forward
     mlp.forward = lambda x: 2 * forward(x)
@@ -145,6 +157,7 @@ def _with_another_part(attention: Any, mlp: Any) -> None:
     [
         (_with_hook, ROPE, "Linear has hooks"),
         (_with_adapter, ROPE, "k_proj is no plain linear (Adapted of Parameter)"),
+        (_spread, GATE, "up_proj is no plain linear (Linear of Spread)"),
         (_with_forward, GATE, "the forward of LlamaMLP was replaced"),
         (_with_other_activation, GATE, "activation ReLU"),
         (_with_another_part, GATE, "LlamaMLP has other parts than a gated MLP"),
@@ -174,6 +187,26 @@ def test_hooks_of_transformers_for_hidden_states_keep_nothing_from_being_fused()
     model = tiny("llama")
     model(torch.tensor([[1, 2]]), output_hidden_states=True)
     assert fused(adapt(model)) == FUSED["llama"]
+
+
+def test_a_drafter_is_fused_as_its_target_is() -> None:
+    whole = "fused: gate * up 2, rotation + KV write 2, norm 5, residual + norm 2, joined linears 4"
+    for fuse in (True, False):
+        draft = graphattn.DraftModel(tiny("llama", seed=1), 2)
+        options: dict[str, Any] = {"max_seq_len": 32, "max_tokens": 16, "backend": "eager"}
+        with graphattn.capture(tiny("llama"), 2, speculate=draft, fuse=fuse, **options) as engine:
+            notes = engine.report().notes
+        assert (whole in notes, f"draft: {whole}" in notes) == (fuse, fuse)
+
+
+def test_prediction_modules_are_fused_as_their_target_is() -> None:
+    """One layer of latent attention and experts, whose last sum makes the norm after it."""
+    for fuse in (True, False):
+        model = tiny_latent("deepseek-v3", num_nextn_predict_layers=1)
+        module: Any = adapt_mtp(MtpModel(model, 1).eval(), adapt(model, fuse=fuse))
+        counts = None if module.fusion is None else module.fusion.counts
+        want = {GATE: 1, LATENT: 1, NORM: 5, ADD: 1, JOIN: 2}
+        assert counts == (want if fuse else None)
 
 
 def test_a_compiled_model_is_left_to_its_compiler() -> None:

@@ -89,6 +89,7 @@ class _Swaps:
     def attentions(self) -> None:
         """Projections, norms of heads or latents, rotation, write."""
         for module in self._inputs:
+            make: Callable[..., Any]
             if is_latent_attention(module):
                 name, make = "latent norm + rotation + write", latent_attention
             elif is_attention(module):

@@ -15,15 +15,15 @@ from graphattn.models.fusion.matching import Inputs, UnfusedError, check_own, ha
 from graphattn.models.fusion.norms import Formula, formula_of
 from graphattn.models.fusion.rehearsal import Rehearsal, check_unchanged, nearest, scalars
 from graphattn.models.fusion.rotations import LAYOUTS, Layout
-from graphattn.models.transformers_calls import Caller, Geometry
+from graphattn.models.transformers_calls import FusedCaller, Geometry
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Norms of each query and key head; the weights are the modules' of the moment."""
 
-    q: nn.Module
-    k: nn.Module
+    q: Any
+    k: Any
     formula: Formula
 
 
@@ -54,7 +54,7 @@ class RotatedAttention:
         hidden_states: Tensor,
         position_embeddings: Any = None,
         *,
-        graphattn_caller: Caller,
+        graphattn_caller: FusedCaller,
         **options: object,
     ) -> tuple[Tensor, None]:
         """[1, T, H] -> [1, T, H]"""

@@ -14,7 +14,7 @@ from graphattn.models.fusion.matching import Inputs, UnfusedError, check_own, ha
 from graphattn.models.fusion.norms import Formula, formula_of
 from graphattn.models.fusion.rehearsal import Rehearsal, check_unchanged, nearest, scalars
 from graphattn.models.fusion.rotations import LAYOUTS, Layout
-from graphattn.models.transformers_calls import Caller
+from graphattn.models.transformers_calls import FusedCaller
 from graphattn.models.transformers_latent import is_latent, up_projections
 
 
@@ -38,7 +38,7 @@ class LatentAttention:
         hidden_states: Tensor,
         position_embeddings: Any,
         *,
-        graphattn_caller: Caller,
+        graphattn_caller: FusedCaller,
         **options: object,
     ) -> tuple[Tensor, None]:
         """[1, T, H] -> [1, T, H]"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from graphattn.models.contract import LowRank, Rotation
 from graphattn.models.fusion.matching import Inputs, agree, noise
 from graphattn.models.transformers_calls import Call, Geometry
 
-Scalars = dict[str, object]
+Scalars = Mapping[str, object]
 Candidate = TypeVar("Candidate", bound=Callable[..., Any])
 
 
@@ -37,7 +37,7 @@ class Heads(NamedTuple):
 
 
 class Rehearsal:
-    """Notes the one attention call of a module, and answers with noise. Meets `Caller`."""
+    """Notes the one attention call of a module, and answers with noise. Meets `FusedCaller`."""
 
     def __init__(self) -> None:
         self.heads: Heads
@@ -60,7 +60,7 @@ class Rehearsal:
         rotation: Rotation,
         sinks: Tensor | None,
     ) -> Tensor:
-        """See `Caller`."""
+        """See `FusedCaller`."""
         tokens, _, dim = q.shape
         q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         pools = torch.zeros(2, 1, k.shape[1], tokens, dim, dtype=q.dtype, device=q.device)
@@ -72,14 +72,14 @@ class Rehearsal:
     def write_latent(
         self, layer_idx: int, latent: Tensor, rotation: Rotation, query: LowRank | None
     ) -> None:
-        """See `Caller`."""
+        """See `FusedCaller`."""
         pool = torch.zeros(1, *latent.shape, dtype=latent.dtype, device=latent.device)
         place = torch.arange(len(latent), device=latent.device)
         rotation.write_latent(latent, place, pool, None, query)
         self._latents = pool[0].unsqueeze(1)
 
     def attend_written(self, layer_idx: int, q: Tensor, up: Tensor) -> Tensor:
-        """See `Caller`."""
+        """See `FusedCaller`."""
         value_dim = up.shape[2]
         self.heads = Heads(q, self._latents, self._latents[..., :value_dim])
         averages = self._answer(value_dim).transpose(0, 1)
