@@ -54,7 +54,7 @@ class Attribution:
         """From the creation events, and from the launches inside captures."""
         created: dict[Node, Place] = {}
         originals: dict[Node, int] = {}
-        for creation in profile.creations:
+        for creation in sorted(profile.creations, key=lambda x: x.time):  # later ones are updates
             node = (creation.process, creation.node)
             if creation.original is not None:
                 originals.setdefault(node, creation.original)

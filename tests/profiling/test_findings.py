@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from graphattn.profiling.events import Activity, Kind, Way
+from graphattn.profiling.events import Activity, Kind, Profile, Way
 from graphattn.profiling.report import ProfileReport, report_of
 from tests.profiling.recording import Node, Recorder, served, step_nodes
 
@@ -57,6 +57,20 @@ def test_short_gaps_are_none() -> None:
     report = report_of(served(pauses={2: 1_000, 4: 12_000}).profile())
     assert report.ok
     assert max(gap.late or 0 for gap in report.gaps) > 10_000
+
+
+def test_a_gap_that_is_little_of_the_loop_is_none() -> None:
+    report = report_of(served(replays=60, pauses={30: 30_000}).profile())
+    assert report.ok
+    assert max(gap.idle for gap in report.gaps) > 30_000
+
+
+def test_replays_that_overlap_leave_no_gap_before_the_last_has_ended() -> None:
+    """Graphs may be launched into several streams."""
+    spans = ((0, 100), (10, 50), (120, 130))
+    kernels = [Activity(Kind.KERNEL, "a", a, b, 1, i, i) for i, (a, b) in enumerate(spans, 1)]
+    report = report_of(Profile("two streams", [], [], [], kernels, [], []))
+    assert [gap.idle for gap in report.gaps] == [0, 20]
 
 
 def test_a_gap_in_which_the_device_copied_was_not_idle() -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from graphattn.errors import ConfigError
-from graphattn.profiling.events import Activity, Creation, Profile
+from graphattn.profiling.events import Activity, Creation, Kind, Profile, Range
 from graphattn.profiling.reading import read_profile
 from graphattn.profiling.report import ProfileReport, report_of
 from graphattn.profiling.shares import UNATTRIBUTED
 from tests.profiling.exports import Schema, write_sqlite
 from tests.profiling.recording import (
+    LAUNCH_CALLS,
     Recorder,
     as_graph_level,
     by_stage,
@@ -51,6 +52,9 @@ SCHEMAS = {
 }
 
 
+BY_ORDER_ONLY = {"no creations", "no originals", "no node ids"}
+
+
 @pytest.fixture
 def report(tmp_path: Path) -> Callable[..., ProfileReport]:
     def of(profile: Profile, schema: Schema = SCHEMAS["as documented"]) -> ProfileReport:
@@ -61,6 +65,12 @@ def report(tmp_path: Path) -> Callable[..., ProfileReport]:
 
 
 Report = Callable[..., ProfileReport]
+
+
+def only_by_creation(profile: Profile) -> Profile:
+    """Without the calls by whose order nodes could be attributed."""
+    launches = set(LAUNCH_CALLS.values())
+    return replace(profile, calls=[x for x in profile.calls if x.name not in launches])
 
 
 def what(x: Activity) -> tuple[object, ...]:
@@ -99,6 +109,12 @@ def test_every_schema_gives_the_same_report(schema: Schema, report: Report) -> N
     assert found.findings == ()
 
 
+@pytest.mark.parametrize("name", sorted({*SCHEMAS} - BY_ORDER_ONLY))
+def test_creations_alone_are_enough(name: str, report: Report) -> None:
+    found = report(only_by_creation(served().profile()), SCHEMAS[name])
+    assert found.stages() == by_stage(6)
+
+
 def test_without_calls_of_the_host_nodes_keep_their_places(report: Report) -> None:
     schema = Schema(without=frozenset({"CUPTI_ACTIVITY_KIND_RUNTIME"}))
     found = report(served(pauses={3: 10**6}).profile(), schema)
@@ -112,6 +128,22 @@ def test_creations_noted_at_the_end_of_a_capture_go_by_the_order_of_launches(
     report: Report,
 ) -> None:
     assert report(served(at_end=True).profile()).stages() == by_stage(6)
+
+
+def test_what_a_launch_calls_and_what_ran_at_once_are_no_nodes(report: Report) -> None:
+    """The runtime's launch calls the driver's; and a capture may be begun by work of its own."""
+    recorder = served(at_end=True)
+    for call in [x for x in recorder.calls if x.name == "cudaLaunchKernel"]:
+        recorder.now = call.start + 2
+        recorder.call("cuLaunchKernel", 10)
+    for capture in [x for x in recorder.ranges if x.name.startswith("capture.")]:
+        recorder.now = capture.start + 1
+        call = recorder.call("cudaMemsetAsync", 5)
+        start = capture.start + 50
+        recorder.activities.append(
+            Activity(Kind.SET, "memset", start, start + 5, recorder.process, call.correlation)
+        )
+    assert report(recorder.profile()).stages() == by_stage(6)
 
 
 def test_an_order_that_does_not_fit_is_not_believed(report: Report) -> None:
@@ -134,7 +166,22 @@ def test_clones_of_clones_lead_to_the_captured_node(report: Report) -> None:
     own = [replace(x, original=None) for x in again]
     played = [x if x.node is None else replace(x, node=x.node + 10**6) for x in recorded.activities]
     creations: list[Creation] = [*own, *recorded.creations, *again]
-    assert report(replace(recorded, creations=creations, activities=played)).stages() == by_stage(6)
+    cloned = replace(recorded, creations=creations, activities=played)
+    assert report(only_by_creation(cloned)).stages() == by_stage(6)
+
+
+def test_a_later_event_of_a_node_does_not_move_it(report: Report) -> None:
+    """Parameters of a captured node may be updated, inside whatever range."""
+    recorded = served().profile()
+    captured = [x for x in recorded.creations if x.original is None]
+    span = Range("commit", 300_000, 300_100, captured[0].thread)
+    updates = [replace(x, time=300_050) for x in captured]
+    later = replace(
+        recorded,
+        ranges=[*recorded.ranges, span],
+        creations=[*updates, *recorded.creations],
+    )
+    assert report(only_by_creation(later)).stages() == by_stage(6)
 
 
 def test_a_capture_outside_the_recording_is_listed_as_unattributed(report: Report) -> None:
@@ -180,6 +227,14 @@ def test_a_graph_level_trace_has_spans_gaps_and_launches(report: Report) -> None
     ]
     assert [x.kind for x in found.findings] == ["host gap"]
     assert "--cuda-graph-trace=node" in found.notes[-1]
+
+
+def test_a_replay_that_was_recorded_at_both_levels_counts_once(report: Report) -> None:
+    recorded = served().profile()
+    both = replace(recorded, runs=as_graph_level(recorded).runs)
+    found = report(both)
+    assert found.stages() == by_stage(6)
+    assert sum(bucket.replays for bucket in found.buckets) == 6
 
 
 def test_launches_cut_off_by_the_end_of_the_recording_do_not_count(report: Report) -> None:

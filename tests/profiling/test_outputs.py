@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -18,6 +20,13 @@ from graphattn.profiling.perfetto import TRACKS, trace_json
 from graphattn.profiling.report import analyse
 from tests.profiling.exports import write_sqlite
 from tests.profiling.recording import as_graph_level, by_stage, served
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = sys.modules["numpy"] = sys.modules["nvtx"] = None
+from graphattn.cli import main
+sys.exit(main(["profile-report", sys.argv[1]]))
+"""
 
 
 class Page(HTMLParser):
@@ -74,6 +83,12 @@ def test_the_command_prints_a_report_and_says_by_its_code_whether_it_found_anyth
     assert "FILE: wanted an existing file" in capsys.readouterr().err
     assert main(["profile-report", str(clean), "--html", str(tmp_path)]) == 2
     assert "--html: wanted a file that can be written" in capsys.readouterr().err
+
+
+def test_a_machine_without_torch_can_report(tmp_path: Path) -> None:
+    path = write_sqlite(tmp_path / "a.sqlite", served().profile())
+    command = [sys.executable, "-c", WITHOUT_TORCH, path]
+    assert "all replayed nodes" in subprocess.check_output(command, text=True)
 
 
 def test_the_page_is_whole_and_loads_nothing(tmp_path: Path) -> None:
