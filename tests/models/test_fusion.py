@@ -189,6 +189,17 @@ def test_hooks_of_transformers_for_hidden_states_keep_nothing_from_being_fused()
     assert fused(adapt(model)) == FUSED["llama"]
 
 
+def test_what_happens_between_two_layers_counts() -> None:
+    """The norm that a layer hands on is that of its own result, and taken for nothing else."""
+    results = []
+    for fuse in (False, True):
+        adapted = adapt(tiny("llama"), fuse=fuse)
+        layer = adapted.module.model.layers[0]
+        layer.register_forward_hook(lambda module, args, output: output.flip(-1))
+        results.append(logits(adapted))
+    assert torch.equal(*results)
+
+
 def test_a_drafter_is_fused_as_its_target_is() -> None:
     whole = "fused: gate * up 2, rotation + KV write 2, norm 5, residual + norm 2, joined linears 4"
     for fuse in (True, False):
