@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rotary_cpu import over_pairs, rotate
+from .rotary_cpu import rotate
 
 
 def absorb_query(
@@ -20,6 +20,5 @@ def absorb_query(
     """See `fused_ops.absorb_query`."""
     nope, value_dim = up.shape[1:]
     torch.bmm(q[..., :nope].transpose(0, 1), up, out=q_out[..., :value_dim].transpose(0, 1))
-    cos, sin = over_pairs(cos), over_pairs(sin)
-    target = q_out[..., value_dim:]
-    rotate(q[..., nope:], cos, sin, target, pairs_in=pairs_in, pairs_out=pairs_out)
+    rope, target = q[..., nope:], q_out[..., value_dim:]
+    rotate(rope, cos, sin, target, pairs_in=pairs_in, pairs_out=pairs_out)

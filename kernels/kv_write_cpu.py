@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from .fp8_cpu import FP8, quantise
-from .layout import BITS
+from .layout import as_array
 
 
 def kv_write(
@@ -23,8 +23,6 @@ def kv_write(
     written = slot >= 0
     page, offset = np.divmod(slot[written], k_pool.shape[2])
     for x, pool, scale in ((k, k_pool, k_scale), (v, v_pool, v_scale)):
-        bits = BITS[pool.element_size()]
         if pool.dtype == FP8:
             x = quantise(x, None if scale is None else scale[:, None])
-        values = x.to(pool.dtype).view(bits).numpy()
-        pool.view(bits).numpy()[page, :, offset] = values[written]
+        as_array(pool)[page, :, offset] = as_array(x.to(pool.dtype))[written]

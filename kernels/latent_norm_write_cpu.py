@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .latent_write_cpu import latent_write
 from .rms_norm_cpu import rms_norm
-from .rotary_cpu import over_pairs, rotate
+from .rotary_cpu import rotate
 
 
 def latent_norm_write(
@@ -33,6 +33,5 @@ def latent_norm_write(
     entry = torch.empty_like(latent)
     rms_norm(latent[:, :value_dim], weight, entry[:, :value_dim], eps, style)
     key, rotated = (x[:, None, value_dim:] for x in (latent, entry))
-    cos, sin = over_pairs(cos), over_pairs(sin)
     rotate(key, cos, sin, rotated, pairs_in=pairs_in, pairs_out=pairs_out)
     latent_write(entry, kv_slot, pool, latent_scale, value_dim)

@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from .fp8_cpu import FP8, latent_scales, quantise
-from .layout import BITS
+from .layout import as_array
 
 
 def latent_write(
@@ -17,7 +17,7 @@ def latent_write(
     value_dim: int = 0,
 ) -> None:
     """CPU implementation of `ops.latent_write`; see there. Strided pools are accepted."""
-    slot, bits = kv_slot.numpy(), BITS[pool.element_size()]
+    slot = kv_slot.numpy()
     written = slot >= 0
     page, offset = np.divmod(slot[written], pool.shape[1])
     if pool.dtype == FP8:
@@ -25,5 +25,4 @@ def latent_write(
         if latent_scale is not None:
             scales = latent_scales(latent_scale, value_dim, pool.shape[2])
         latent = quantise(latent, scales)
-    values = latent.to(pool.dtype).view(bits).numpy()
-    pool.view(bits).numpy()[page, offset] = values[written]
+    as_array(pool)[page, offset] = as_array(latent.to(pool.dtype))[written]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-# NumPy knows no bfloat16: bits move as integers of the same size, by the bytes of an element.
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# NumPy has not these dtypes: their bits move as integers of the same size.
+BITS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+
+
+def as_array(x: Tensor) -> np.ndarray:
+    """The memory of x on the CPU: its values, or bits where NumPy has not its dtype."""
+    bits = BITS.get(x.dtype)
+    return x.numpy() if bits is None else x.view(bits).numpy()
 
 
 def check_contiguous(dtype: torch.dtype, **tensors: Tensor) -> None:

@@ -11,13 +11,19 @@ from .formulas import STYLES, check_formula
 def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, style: str) -> None:
     """Norm of x [..., n] as `fused_ops` defines it; `out` may be `x`."""
     check_formula("style", style, STYLES)
-    wide = x.float()
-    inverse = torch.mul(wide, wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
-    if style == "rounded" and x.dtype != torch.float32:
-        torch.mul((wide * inverse).to(x.dtype), weight, out=out)
+    if x.dtype != torch.float32:
+        _rms_norm_rounded(x, weight, out, eps, style)
         return
-    factor = weight.float() + 1.0 if style == "offset" else weight.float()
-    if x.dtype == torch.float32:
-        torch.mul(wide, inverse, out=out).mul_(factor)
+    inverse = torch.mul(x, x).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    factor = weight + 1.0 if style == "offset" else weight
+    torch.mul(x, inverse, out=out).mul_(factor)
+
+
+def _rms_norm_rounded(x: Tensor, weight: Tensor, out: Tensor, eps: float, style: str) -> None:
+    wide = x.float()
+    z = wide * (wide * wide).mean(-1, keepdim=True).add_(eps).rsqrt_()
+    if style == "rounded":
+        torch.mul(z.to(x.dtype), weight, out=out)
     else:
-        out.copy_((wide * inverse).mul_(factor))
+        factor = weight.float() + 1.0 if style == "offset" else weight.float()
+        out.copy_(z.mul_(factor))

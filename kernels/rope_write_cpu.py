@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .kv_write_cpu import kv_write
 from .rms_norm_cpu import rms_norm
-from .rotary_cpu import over_pairs, rotate
+from .rotary_cpu import rotate
 
 
 def rope_write(
@@ -33,14 +33,13 @@ def rope_write(
     if q_weight is not None and k_weight is not None:
         q, k = (_normed(x, w, eps, style) for x, w in ((q, q_weight), (k, k_weight)))
     if cos is not None and sin is not None:
-        cos, sin = over_pairs(cos), over_pairs(sin)
-        k_out = torch.empty_like(k)
+        turned = torch.empty_like(k)
         rotate(q, cos, sin, q_out, pairs_in=pairs_in, pairs_out=pairs_out)
-        rotate(k, cos, sin, k_out, pairs_in=pairs_in, pairs_out=pairs_out)
+        rotate(k, cos, sin, turned, pairs_in=pairs_in, pairs_out=pairs_out)
+        k = turned
     else:
         q_out.copy_(q)
-        k_out = k
-    kv_write(k_out, v, kv_slot, k_pool, v_pool, k_scale, v_scale)
+    kv_write(k, v, kv_slot, k_pool, v_pool, k_scale, v_scale)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float, style: str) -> Tensor:
