@@ -61,10 +61,11 @@ def drafts(records: Sequence[Record]) -> Figure:
     figure = Figure(figsize=(7.4, 3.2), layout="constrained")
     cost, speed = figure.subplots(1, 2)
     series = {
-        "NGram(k), SmolLM2, a text that repeats": ("repeats", OURS),
-        "MTP(k), miniature, held-out text": ("held-out", THEIRS),
+        "greedy": ("held-out", OURS),
+        "temperature 0.7": ("held-out, sampled", THEIRS),
     }
-    ks = sorted({r["k"] for r in records})
+    ks = sorted({r["k"] for r in records if r["drafter"] == "MTP"})
+    figure.suptitle("MTP(k), miniature, batch 8, held-out text", fontsize=9, x=0.01, ha="left")
     for axes, field, title in (
         (cost, "step_cost", "step time / plain step"),
         (speed, "ratio", "tokens per second / plain"),

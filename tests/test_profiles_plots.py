@@ -62,6 +62,7 @@ MADE: dict[str, list[Record]] = {
         drafting(5, text="repeats", drafter="NGram"),
         drafting(5, text="copies", drafter="NGram"),
         *(drafting(k, text="held-out", drafter="MTP") for k in (1, 2)),
+        *(drafting(k, text="held-out, sampled", drafter="MTP") for k in (1, 2)),
     ],
     "mtp": [
         step(9.0, batch=1, k=1, new_tokens=64, against="generate(use_mtp=True)") | CALLS,

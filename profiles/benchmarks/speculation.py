@@ -53,13 +53,11 @@ class Timed:
 def texts(setting: Setting) -> Iterator[Text]:
     """Those of a run."""
     smollm2, lookup, rounds = setting.smollm2, graphattn.NGram, setting.size(2, 1)
-    repeats, copies = setting.encoded([REPEATS]), setting.encoded([COPIES])
-    yield Text("repeats", smollm2, repeats, lookup, setting.size((2, 5), (5,)), rounds)
-    yield Text("copies", smollm2, copies, lookup, (5,), rounds)
-    held_out, few = held_out_prompts(8, 48), setting.size((1, 2), (1,))
-    ks = setting.size((1, 2, 3, 4), (1,))
-    yield Text("held-out", setting.miniature, held_out, graphattn.MTP, ks, 2 * rounds)
-    yield Text("held-out, sampled", setting.miniature, held_out, graphattn.MTP, few, rounds, 0.7)
+    yield Text("repeats", smollm2, setting.encoded([REPEATS]), lookup, (5,), rounds)
+    yield Text("copies", smollm2, setting.encoded([COPIES]), lookup, (5,), rounds)
+    held_out, ks = held_out_prompts(8, 48), setting.size((1, 2, 3, 4), (1,))
+    for name, temperature in (("held-out", 0.0), ("held-out, sampled", 0.7)):
+        yield Text(name, setting.miniature, held_out, graphattn.MTP, ks, rounds, temperature)
 
 
 def measure(setting: Setting) -> Iterator[Record]:
