@@ -107,13 +107,20 @@ def run_generate(
 
 
 def run_generate_batch(
-    model: Any, prompts: Prompts, max_new_tokens: int, *, ignore_eos: bool = False
+    model: Any,
+    prompts: Prompts,
+    max_new_tokens: int,
+    *,
+    ignore_eos: bool = False,
+    memory_share: float | None = None,
 ) -> Run:
     """transformers `generate_batch`: continuous batching over a paged cache.
 
-    A call sets up its cache and its thread first, which takes seconds; `stamps` leave that out.
+    A call sets up its cache and its thread first, which takes seconds; `stamps` leave that out. By
+    default its cache takes most of the free memory, and touching that most of these seconds:
+    `memory_share` is what it may take.
     """
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
 
     config = GenerationConfig.from_model_config(model.config)
     config.max_new_tokens, config.do_sample = max_new_tokens, False
@@ -121,7 +128,10 @@ def run_generate_batch(
         config.eos_token_id = -1  # a token that no model emits
     started = time.perf_counter()
     outputs = model.generate_batch(
-        [list(prompt) for prompt in prompts], generation_config=config, record_timestamps=True
+        [list(prompt) for prompt in prompts],
+        generation_config=config,
+        continuous_batching_config=ContinuousBatchingConfig(max_memory_percent=memory_share),
+        record_timestamps=True,
     )
     seconds = time.perf_counter() - started
     in_order = [outputs[key] for key in sorted(outputs, key=lambda key: int(key.split("_")[-1]))]
