@@ -1,13 +1,15 @@
 """Figures and the README's table are made of the records in profiles/results, of their last run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from profiles import plots
+from profiles.benchmarks import BENCHMARKS
 from profiles.plots import FIGURES, draw
-from profiles.record import Record, append, check, spread
+from profiles.record import RESULTS, Record, append, check, latest, spread
 from profiles.table import table
 
 ROOT = Path(__file__).parents[1]
@@ -143,3 +145,33 @@ def test_the_table_is_that_of_the_last_run(results: Path) -> None:
         "| `MTP(1)`, miniature, batch 1 | 128 tokens/s | `generate(use_mtp=True)` 64 tokens/s "
         "| 2.00 | 50% |",
     ]
+
+
+COMMITTED = sorted(path for path in RESULTS.glob("*.jsonl") if path.stem in BENCHMARKS)
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_records_keep_the_schema(path: Path) -> None:
+    for record in map(json.loads, path.read_text().splitlines()):
+        assert {"time", "commit", "machine", "versions", "benchmark"} <= set(record)
+        assert ("peaks" in record) or "roofline" not in record
+        assert record["benchmark"] == path.stem
+        check(record)
+
+
+def test_committed_figures_are_those_of_the_committed_records(tmp_path: Path) -> None:
+    """Another matplotlib draws other bytes, so the text in them is compared."""
+    assert written(draw(RESULTS, tmp_path)) == EVERY
+    for name in FIGURES:
+        fresh, kept = ((folder / f"{name}.svg").read_text() for folder in (tmp_path, RESULTS))
+        assert _words(fresh) == _words(kept)
+        assert written([RESULTS / f"{name}.png"])
+
+
+def _words(svg: str) -> list[str]:
+    return [part.split("<")[0] for part in svg.split('">')[1:] if "</text>" in part]
+
+
+def test_the_readme_has_the_table_of_the_committed_records() -> None:
+    assert table(RESULTS) in (ROOT / "README.md").read_text()
+    assert all(latest(RESULTS, name) for name, _ in FIGURES.values())
