@@ -141,7 +141,7 @@ def test_it_rounds_where_the_unfused_model_rounds(
 @each_implementation
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scales"])
 def test_an_fp8_pool_holds_what_was_rounded(scaled: bool, run: Run) -> None:
-    case, rounded = Case(2, 20, 8, FP16), Case(2, 20, 8, FP16)
+    case, rounded = Case(2, 20, 16, BF16), Case(2, 20, 16, BF16)
     scale = torch.tensor([0.02, 0.5]) if scaled else None
     rounded.run(run, "pairs to halves")
     wanted = case.before.to(torch.float8_e4m3fn)

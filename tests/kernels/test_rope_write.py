@@ -163,7 +163,7 @@ def test_a_norm_rounds_before_the_rotation(style: str, run: Run) -> None:
 @each_implementation
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scales"])
 def test_fp8_pools_hold_what_was_rounded_and_rotated(scaled: bool, run: Run) -> None:
-    case, rounded = Case(3, 3, 20, 16, FP16, norm=True), Case(3, 3, 20, 16, FP16, norm=True)
+    case, rounded = (Case(3, 3, 20, 16, BF16, norm=True) for _ in range(2))
     scales = (torch.tensor([0.02, 0.5, 3.0]), torch.tensor([0.1])) if scaled else (None, None)
     rounded.run(run)
     wanted = [pool.to(torch.float8_e4m3fn) for pool in case.before]
