@@ -46,7 +46,7 @@ def inputs(
 
 
 CASES = {
-    "deepseek": ((3, 2, 32, 48, 16, FP32), "pairs to halves"),
+    "deepseek": ((3, 2, 40, 48, 16, FP32), "pairs to halves"),
     "bf16": ((2, 3, 10, 20, 8, BF16), "pairs to halves"),
     "several programs": ((67, 1, 40, 150, 6, FP16), "halves"),
     "fp32 angles": ((3, 2, 16, 33, 4, FP16, FP32), "pairs"),
