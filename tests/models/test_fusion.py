@@ -214,7 +214,10 @@ def test_prediction_modules_are_fused_as_their_target_is() -> None:
     """One layer of latent attention and experts, whose last sum makes the norm after it."""
     for fuse in (True, False):
         model = tiny_latent("deepseek-v3", num_nextn_predict_layers=1)
-        module: Any = adapt_mtp(MtpModel(model, 1).eval(), adapt(model, fuse=fuse))
+        own = MtpModel(model, 1).eval()
+        for parameter in own.layers.parameters():  # transformers leaves its experts unset
+            nn.init.normal_(parameter, std=0.2)
+        module: Any = adapt_mtp(own, adapt(model, fuse=fuse))
         counts = None if module.fusion is None else module.fusion.counts
         want = {GATE: 1, LATENT: 1, NORM: 5, ADD: 1, JOIN: 2}
         assert counts == (want if fuse else None)
