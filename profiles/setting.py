@@ -17,9 +17,6 @@ from profiles.record import Record, spread
 from profiles.roofline import Sizes, Stages, achieved, sizes
 
 T = TypeVar("T")
-# Of the free memory, for the cache of `generate_batch`: its default takes most of it, and half a
-# minute to touch it, which would be all that a comparison of whole calls shows.
-CACHE_SHARE = 0.05
 PAIRS = 30  # of steps, for a comparison of its own; a point of a sweep has fewer
 
 

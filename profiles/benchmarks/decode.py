@@ -17,14 +17,14 @@ from graphattn.engine import Engine
 from profiles.interleave import against, submit, timed_step
 from profiles.record import Record
 from profiles.roofline import step_work
-from profiles.setting import CACHE_SHARE, Refused, Setting
+from profiles.setting import Refused, Setting
 from profiles.workloads import DECODE_1, DECODE_8, DRY, Workload
 
 PACKED, PLAIN = "mkldnn::_linear_pointwise", ("aten::mm", "aten::addmm")
 PROFILED_STEPS = 16
 RIVALS: dict[str, Callable[..., Any]] = {
     "generate": run_generate,
-    "generate_batch": partial(run_generate_batch, memory_share=CACHE_SHARE),
+    "generate_batch": run_generate_batch,
 }
 
 

@@ -22,7 +22,7 @@ from profiles.instant import InstantGraph, TimedStream
 from profiles.plain_llama import Shape, plain_llama
 from profiles.record import Record, spread
 from profiles.roofline import step_work
-from profiles.setting import CACHE_SHARE, Refused, Setting
+from profiles.setting import Refused, Setting
 
 HOST_ROWS = 64
 
@@ -155,9 +155,7 @@ def throughput(setting: Setting) -> Record:
         for _ in range(1 + 1):  # the first is a warm-up of both
             ours = run_engine(engine, texts, params)
             engine.forget_prefixes()
-            theirs = run_generate_batch(
-                model, texts, new_tokens, ignore_eos=True, memory_share=CACHE_SHARE
-            )
+            theirs = run_generate_batch(model, texts, new_tokens, ignore_eos=True)
             if ours.token_ids != theirs.token_ids:
                 raise Refused("generate_batch gave other tokens")
             pairs.append((ours, theirs))
