@@ -182,7 +182,7 @@ def _finish(
     axes.set_ylabel("milliseconds")
     if zero:
         _from_zero(axes)
-    axes.legend()
+    axes.legend(loc="upper left")
     return figure
 
 
@@ -191,8 +191,8 @@ def _ms(seconds: float) -> float:
 
 
 def _from_zero(axes: Axes) -> None:
-    """With room above the highest point."""
-    axes.set_ylim(0, axes.dataLim.y1 * 1.1)
+    """With room for the legend above the highest point."""
+    axes.set_ylim(0, axes.dataLim.y1 * 1.4)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
