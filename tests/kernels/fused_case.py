@@ -3,9 +3,6 @@ what a result may err."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -16,8 +13,8 @@ from graphattn.kernels.add_rms_norm import add_rms_norm
 from graphattn.kernels.gated_mul import gated_mul
 from graphattn.kernels.latent_norm_write import latent_norm_write
 from graphattn.kernels.rope_write import rope_write
+from tests.kernels.implementations import DEVICE, Run, implementations
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # cpu: the interpreter
 TRITON = {
     "add_rms_norm": add_rms_norm,
     "rope_write": rope_write,
@@ -30,22 +27,11 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 STYLES = ("rounded", "wide", "offset")
 LAYOUTS = {"halves": (False, False), "pairs": (True, True), "pairs to halves": (True, False)}
 
-Run = Callable[..., None]
+PAGES, PAGE_SIZE = 3, 6
+SLOTS = torch.tensor([PAGE_SIZE, -1, PAGES * PAGE_SIZE - 1, 0, -1])  # of places that write to them
+WRITTEN = SLOTS >= 0
 
-
-def run_cpu(op: str, *args: Any) -> None:
-    getattr(fused_ops, op)(*args)
-
-
-def run_triton(op: str, *args: Any) -> None:
-    """The kernel, interpreted or on a GPU, with results copied back into the arguments."""
-    moved = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in args]
-    TRITON[op](*moved)
-    for x, there in zip(args, moved, strict=True):
-        if isinstance(x, Tensor) and there is not x:
-            x.copy_(there)
-
-
+run_cpu, run_triton = implementations(fused_ops, TRITON)
 each_implementation = pytest.mark.parametrize("run", [run_cpu, run_triton], ids=["cpu", "triton"])
 
 

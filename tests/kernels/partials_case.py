@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +10,8 @@ from graphattn.kernels import ops
 from graphattn.kernels.merge_packed import merge_packed
 from graphattn.kernels.pack_partial import pack_partial
 from graphattn.kernels.scale_partial import scale_partial
+from tests.kernels.implementations import DEVICE, Run, implementations
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # cpu: the interpreter
 TRITON = {
     "scale_partial": scale_partial,
     "pack_partial": pack_partial,
@@ -22,22 +19,7 @@ TRITON = {
 }
 INF, NAN = torch.inf, torch.nan
 
-Run = Callable[..., None]
-
-
-def run_cpu(op: str, *args: Any) -> None:
-    getattr(ops, op)(*args)
-
-
-def run_triton(op: str, *args: Any) -> None:
-    """The kernel, interpreted or on a GPU, with results copied back into the arguments."""
-    moved = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in args]
-    TRITON[op](*moved)
-    for x, there in zip(args, moved, strict=True):
-        if isinstance(x, Tensor) and there is not x:
-            x.copy_(there)
-
-
+run_cpu, run_triton = implementations(ops, TRITON)
 each_implementation = pytest.mark.parametrize("run", [run_cpu, run_triton], ids=["cpu", "triton"])
 
 

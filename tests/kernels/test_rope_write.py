@@ -17,7 +17,11 @@ from tests.kernels.fused_case import (
     FP32,
     LAYOUTS,
     NAN,
+    PAGE_SIZE,
+    PAGES,
+    SLOTS,
     STYLES,
+    WRITTEN,
     Run,
     assert_within,
     draw,
@@ -30,9 +34,7 @@ from tests.kernels.fused_case import (
     unfused_rotation,
 )
 
-PAGES, PAGE_SIZE, EPS = 3, 6, 1e-3
-SLOTS = torch.tensor([PAGE_SIZE, -1, PAGES * PAGE_SIZE - 1, 0, -1])
-WRITTEN = SLOTS >= 0
+EPS = 1e-3
 
 
 class Case:
