@@ -15,8 +15,7 @@ from torch import Tensor, dtype
 
 from .attend_launch import check_contiguous_last, check_dimensions, precision_constants
 from .grid import INTERPRETED
-from .rope_write import check_angles
-from .rotary import angle_constants, angle_rows, padded, pair_offsets, rotated
+from .rotary import angle_constants, angle_rows, check_all_angles, padded, pair_offsets, rotated
 from .strides import stride_unit
 
 
@@ -117,9 +116,7 @@ def absorb_query(
     _check(q, up, q_out)
     tokens, heads, dim = q.shape
     nope, value_dim = up.shape[1:]
-    check_angles(q[..., nope:], cos, sin)
-    if 2 * cos.shape[1] != dim - nope:
-        raise ValueError(f"cos: wanted [{tokens}, {(dim - nope) // 2}], got {tuple(cos.shape)}")
+    check_all_angles(q[..., nope:], cos, sin)
     if tokens == 0:
         return
     strides = (*q.stride()[:2], *up.stride()[:2], *q_out.stride()[:2])

@@ -17,10 +17,10 @@ from .fp8 import FP8, check_scale, quantise
 from .latent_write import check_latent
 from .layout import check_contiguous, check_rows
 from .rms_norm import inverse_rms, weighted
-from .rope_write import check_angles
 from .rotary import (
     angle_constants,
     angle_rows,
+    check_all_angles,
     load_angles,
     padded,
     pair_offsets,
@@ -216,8 +216,4 @@ def _check_entry(latent: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> No
     check_contiguous(latent.dtype, weight=weight)
     if weight.dim() != 1 or not 1 <= weight.shape[0] < dim:
         raise ValueError(f"weight: wanted [C], C from 1 to {dim - 1}, got {tuple(weight.shape)}")
-    key = latent[:, None, weight.shape[0] :]
-    check_angles(key, cos, sin)
-    if 2 * cos.shape[1] != key.shape[2]:
-        wanted = (latent.shape[0], key.shape[2] // 2)
-        raise ValueError(f"cos: wanted shape {wanted}, got {tuple(cos.shape)}")
+    check_all_angles(latent[:, None, weight.shape[0] :], cos, sin)

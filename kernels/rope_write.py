@@ -10,7 +10,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor, float32, uint8
+from torch import Tensor, uint8
 
 from .formulas import STYLES, check_formula
 from .fp8 import FP8, check_scale, quantise, scale_step
@@ -20,6 +20,7 @@ from .rms_norm import inverse_rms, weighted
 from .rotary import (
     angle_constants,
     angle_rows,
+    check_angles,
     heads_per_program,
     load_angles,
     padded,
@@ -281,23 +282,6 @@ def rope_constants(heads: int, kv_heads: int, dim: int, half: int) -> dict[str, 
         "num_warps": 4,
         "enable_fp_fusion": False,  # round where the unfused model rounds
     }
-
-
-def check_angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
-    """Raise `ValueError` unless both are None or rotate all or the first values of q's heads."""
-    if (cos is None) != (sin is None):
-        raise ValueError("sin: wanted together with cos, or neither")
-    for name, angle in (("cos", cos), ("sin", sin)):
-        if angle is None or cos is None:
-            continue
-        half = cos.shape[-1]
-        if angle.shape != (q.shape[0], half) or not 1 <= half <= q.shape[2] // 2:
-            raise ValueError(
-                f"{name}: wanted [{q.shape[0]}, R / 2], R from 2 to {q.shape[2]}, "
-                f"got shape {tuple(angle.shape)}"
-            )
-        if angle.dtype not in (q.dtype, float32) or angle.dtype != cos.dtype:
-            raise ValueError(f"{name}: wanted {q.dtype} or float32, got {angle.dtype}")
 
 
 def _check_heads(q: Tensor, k: Tensor, q_out: Tensor) -> None:

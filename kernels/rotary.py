@@ -10,7 +10,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, float32
 
 from .strides import stride_unit
 
@@ -45,6 +45,31 @@ def angle_rows(cos: Tensor | None, sin: Tensor | None) -> tuple[int, ...]:
     rows = [0 if angle is None else angle.stride(0) for angle in (cos, sin)]
     unit = stride_unit(rows)
     return tuple(row // unit for row in rows)
+
+
+def check_angles(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> None:
+    """Raise `ValueError` unless both are None or rotate all or the first values of q's heads."""
+    if (cos is None) != (sin is None):
+        raise ValueError("sin: wanted together with cos, or neither")
+    for name, angle in (("cos", cos), ("sin", sin)):
+        if angle is None or cos is None:
+            continue
+        half = cos.shape[-1]
+        if angle.shape != (q.shape[0], half) or not 1 <= half <= q.shape[2] // 2:
+            raise ValueError(
+                f"{name}: wanted [{q.shape[0]}, R / 2], R from 2 to {q.shape[2]}, "
+                f"got shape {tuple(angle.shape)}"
+            )
+        if angle.dtype not in (q.dtype, float32) or angle.dtype != cos.dtype:
+            raise ValueError(f"{name}: wanted {q.dtype} or float32, got {angle.dtype}")
+
+
+def check_all_angles(q: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """As `check_angles`, where all values of a head are rotated."""
+    check_angles(q, cos, sin)
+    if 2 * cos.shape[1] != q.shape[2]:
+        wanted = (q.shape[0], q.shape[2] // 2)
+        raise ValueError(f"cos: wanted shape {wanted}, got {tuple(cos.shape)}")
 
 
 @triton.jit
