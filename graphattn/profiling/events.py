@@ -63,6 +63,11 @@ class Call:
     thread: int | None
     correlation: int | None  # what it started on the device has the same
 
+    @property
+    def duration(self) -> int:
+        """Nanoseconds on the host."""
+        return self.end - self.start
+
 
 @dataclass(frozen=True, slots=True)
 class Activity:

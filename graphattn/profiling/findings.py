@@ -125,11 +125,11 @@ def _waits(loop: Loop, nesting: Nesting, calls: Iterable[Call]) -> list[Finding]
             by_name[call.name].append(call)
     found = []
     for name, waits in by_name.items():
-        longest, total = max(waits, key=_length), sum(map(_length, waits))
+        longest, total = max(waits, key=lambda x: x.duration), sum(x.duration for x in waits)
         where = f"{loop.moment(longest.start)}{_under(nesting, longest)}"
         text = (
             f"{name} was called {_times(waits)} in the loop and took {time_text(total)}, at most "
-            f"{time_text(_length(longest))} {where}: "
+            f"{time_text(longest.duration)} {where}: "
             "the host stops until the device has caught up, and launches nothing meanwhile."
         )
         found.append(Finding("synchronising call", text, len(waits), total))
@@ -216,7 +216,7 @@ def _allocations(loop: Loop, calls: Iterable[Call]) -> Finding | None:
     if not found:
         return None
     names = _counted(x.name for x in found)
-    total = sum(map(_length, found))
+    total = sum(x.duration for x in found)
     text = (
         f"memory was allocated or freed {_times(found)} in the loop, {time_text(total)} in all, "
         f"first {loop.moment(found[0].start)}: {names}. Such calls can wait for the device; "
@@ -236,10 +236,6 @@ def _under(nesting: Nesting, call: Call) -> str:
 
 def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{name} ({count})" for name, count in Counter(names).most_common(3))
-
-
-def _length(call: Call) -> int:
-    return call.end - call.start
 
 
 def _times(things: Sequence[object]) -> str:

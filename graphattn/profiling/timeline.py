@@ -115,7 +115,7 @@ def _host(profile: Profile, process: int, scale: _Scale, shown: Sequence[Replay]
     for call in profile.calls:
         if call.process != process or not _meets(call.start, call.end, scale):
             continue
-        title = f"{call.name}: {time_text(call.end - call.start)}"
+        title = f"{call.name}: {time_text(call.duration)}"
         if is_graph_launch(call):
             boxes.append(scale.rect(0, call.start, call.end, LAUNCH, title))
         elif call.name in SYNCHRONISING and not any(a <= call.start < b for a, b in waits):
